@@ -1,0 +1,39 @@
+"""Run configuration: what the YAML holds, the command line overrides and the Prefect form shows."""
+
+from nereus.config.load import build_config, dump_config, list_recipes, load_config, resolve_path
+from nereus.config.parts import (
+    ClusterConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptionalModelConfig,
+    PlanEntry,
+    PPOConfig,
+    RewardConfig,
+    RolloutConfig,
+    TinyConfig,
+    format_bytes,
+    parse_bytes,
+)
+from nereus.config.run import RunConfig
+
+__all__ = [
+    "ClusterConfig",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "OptionalModelConfig",
+    "PPOConfig",
+    "PlanEntry",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TinyConfig",
+    "build_config",
+    "dump_config",
+    "format_bytes",
+    "list_recipes",
+    "load_config",
+    "parse_bytes",
+    "resolve_path",
+]

@@ -1,0 +1,56 @@
+"""The whole run config."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from nereus.config.parts import (
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    ModelStageName,
+    OptionalModelConfig,
+    Part,
+    PlanEntry,
+    PPOConfig,
+    RewardConfig,
+    RolloutConfig,
+    TinyConfig,
+)
+
+
+class RunConfig(Part):
+    """One PPO run. Without arguments it is the recipe `tiny-cpu`."""
+
+    model: ModelConfig = Field(ModelConfig(tiny=TinyConfig()), description="The actor's weights.")
+    critic: OptionalModelConfig = Field(
+        OptionalModelConfig(), description="The critic's weights; its value head is always fresh."
+    )
+    reference: OptionalModelConfig = Field(OptionalModelConfig(), description="The frozen reference's weights.")
+    reward: RewardConfig = Field(
+        RewardConfig(function="nereus.recipes.rewards:score_vowels"), description="Who scores a response."
+    )
+    data: DataConfig = Field(DataConfig(), description="The prompts.")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="How responses are made.")
+    ppo: PPOConfig = Field(PPOConfig(), description="The algorithm and its optimizers.")
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32", description="Precision of compute; bfloat16 keeps float32 master weights."
+    )
+    steps: int = Field(30, gt=0, description="PPO steps.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn.")
+    run_dir: str | None = Field(None, description="Directory or URI that holds all of the run; empty: runs/<run id>.")
+    cluster: ClusterConfig = Field(ClusterConfig(), description="The devices.")
+    plan: Literal["auto"] | dict[ModelStageName, PlanEntry] = Field(
+        "auto", description="`auto`, or where each model-stage runs."
+    )
+    tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Trackers fed with the metrics.")
+
+    @model_validator(mode="after")
+    def _check_minibatches(self) -> Self:
+        samples = self.rollout.samples_per_step
+        if self.ppo.minibatches > samples:
+            raise ValueError(
+                f"ppo.minibatches {self.ppo.minibatches} is above the {samples} samples of a step; "
+                "lower it or raise rollout.prompts_per_step"
+            )
+        return self

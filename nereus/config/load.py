@@ -85,7 +85,7 @@ def _read_text(path: str) -> str:
             near = difflib.get_close_matches(path, list_recipes(), n=1)
             mend = f"did you mean the recipe `{near[0]}`?" if near else f"the recipes are {', '.join(list_recipes())}."
             raise ConfigError(f"There is no recipe and no file `{path}`; {mend}")
-        opener = open(path)
+        opener = Path(path).open()
     try:
         with opener as file:
             return file.read()

@@ -1,0 +1,56 @@
+# Every entry point; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SMOLLM2 := models/smollm2-135m-instruct
+# The server and its worker of `make serve`; `make deploy` talks to the same one.
+PORT ?= 4200
+export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
+export DO_NOT_TRACK ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fix bench serve deploy smollm2 sweep
+
+help:  ## list the entry points
+	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-9s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.stamp  ## make the environment in .venv
+
+$(VENV)/.stamp: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Nereus needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: setup  ## run a small PPO job through the flow and plot it
+	$(BIN)/nereus run tiny-cpu
+
+test: setup  ## run the tests (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+check: setup  ## ruff, format, types and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q
+
+fix: setup  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## measure side by side; prints tables, writes bench.json
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[bench]"
+	$(BIN)/python -m tests.benchmarks
+
+sweep: setup  ## 200 mixed plans against one another (long)
+	$(BIN)/python -m pytest -m slow --timeout 7200 tests/sweep
+
+smollm2: setup  ## fetch SmolLM2-135M-Instruct and convert it to safetensors
+	test -e $(SMOLLM2)/model.safetensors || $(BIN)/python -m nereus.smollm2 $(SMOLLM2)
+
+serve: setup  ## a Prefect server with its UI and a worker for pool `nereus`, until Ctrl-C
+	$(BIN)/python -m flows.serve --port $(PORT)
+
+deploy: setup  ## create the pool and the deployments on the server of `make serve` (or PREFECT_API_URL)
+	PREFECT_API_URL=$${PREFECT_API_URL:-http://127.0.0.1:$(PORT)/api} $(BIN)/python -m flows.serve --deploy

@@ -1,0 +1,107 @@
+"""Gradients of one training rank: one flat buffer, the sums that layouts require, and the norm of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nereus.layout import owned_slices
+from nereus.model.decoder import DecoderShard
+from nereus.runtime.links import Links
+
+
+class GradientBuffer:
+    """One flat buffer with a view for each parameter; it exists only while its model-stage trains.
+
+    Below float64 it is float32, whatever the compute dtype. Where both dtypes agree autograd accumulates straight into
+    the views; for bfloat16 a hook adds each gradient in float32 and frees it.
+    """
+
+    def __init__(self, shard: DecoderShard) -> None:
+        self.shard = shard
+        self.parameters: dict[str, nn.Parameter] = dict(shard.named_parameters())
+        first = next(iter(self.parameters.values()))
+        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters.values()), dtype=self.dtype, device=first.device)
+        self.views: dict[str, Tensor] = {}
+        offset = 0
+        for name, parameter in self.parameters.items():
+            self.views[name] = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+        self._hooks = [self._attach(name, p) for name, p in self.parameters.items()]
+
+    def _attach(self, name: str, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle | None:
+        view = self.views[name]
+        if parameter.dtype == self.dtype:
+            parameter.grad = view
+            return None
+
+        def add(p: nn.Parameter) -> None:
+            view.add_(p.grad)
+            p.grad = None
+
+        return parameter.register_post_accumulate_grad_hook(add)
+
+    def zero(self) -> None:
+        self.flat.zero_()
+
+    def release(self) -> None:
+        """Detach from the parameters and free the buffer."""
+        for hook, parameter in zip(self._hooks, self.parameters.values(), strict=True):
+            parameter.grad = None
+            if hook is not None:
+                hook.remove()
+        self.views.clear()
+        self.flat = torch.empty(0)
+
+
+def reduce_gradients(buffer: GradientBuffer, links: Links) -> None:
+    """Make every rank's gradients the sums over the minibatch: over tp, over tied copies, then over replicas.
+
+    q_norm and k_norm see only a rank's own heads, so they are summed over tp. A tied embedding is used by the first
+    and the last stage, so their gradients are added, in that order on both. All other replicated tensors have equal
+    gradients on every holder. Ranks of one slice in all replicas are summed last, in replica order.
+    """
+    if links.tp.size > 1:
+        for name in buffer.shard.tp_summed:
+            links.tp.all_reduce(buffer.views[name])
+    if buffer.shard.tied_embedding is not None and links.layout.pp > 1 and (links.is_first or links.is_last):
+        _add_tied(buffer.views[buffer.shard.tied_embedding], links)
+    if links.dp.size > 1:
+        links.dp.all_reduce(buffer.flat)
+
+
+_TIED_TAG = 1 << 20
+
+
+def _add_tied(own: Tensor, links: Links) -> None:
+    last_stage = (links.layout.pp - 1) * links.layout.tp
+    peer = links.rank + last_stage if links.is_first else links.rank - last_stage
+    other = torch.empty_like(own)
+    pending = links.replica.send(own.contiguous(), peer, _TIED_TAG)
+    links.replica.recv(other, peer, _TIED_TAG).wait()
+    pending.wait()
+    own.add_(other)  # addition of two numbers commutes, so both stages get the same bits
+
+
+def compute_gradient_norm(buffer: GradientBuffer, links: Links) -> float:
+    """Return the 2-norm of the whole model's gradients in float64: every element counted once, by its owner."""
+    owned = owned_slices(buffer.shard.spec, links.layout, links.rank)
+    squares = [_sum_of_squares(v.of(buffer.views[v.parameter])) for v in buffer.shard.views() if v.slice in owned]
+    total = torch.stack(squares).sum().reshape(1) if squares else torch.zeros(1, dtype=torch.float64)
+    links.replica.all_reduce(total)
+    return float(total.item()) ** 0.5
+
+
+# Rows are lifted to float64 in pieces of this many elements, so that the norm needs no second gradient buffer.
+_NORM_PIECE = 1 << 20
+
+
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    flat = gradient.reshape(-1)
+    if flat.dtype == torch.float64:
+        return torch.dot(flat, flat)
+    pieces: Sequence[Tensor] = [piece.double() for piece in flat.split(_NORM_PIECE)]
+    return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()

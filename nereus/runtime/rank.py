@@ -1,0 +1,201 @@
+"""What a worker holds and does: its ranks of all model-stages, and one method for each command of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nereus.model.decoder import DecoderShard
+from nereus.model.export import ExportPlan, write_slices
+from nereus.model.kv_cache import KvCache
+from nereus.layout import owned_slices
+from nereus.plan import StagePlan, stage_of
+from nereus.ppo.learning_rate import LearningRate
+from nereus.runtime.communicator import Communicator
+from nereus.runtime.generation import Request, Response, Sampling, generate
+from nereus.runtime.inference import InferenceWork, infer_logprobs, infer_scores, infer_values
+from nereus.runtime.links import Links, connect_links
+from nereus.runtime.sources import ModelSource
+from nereus.runtime.training import LossSettings, OptimizerSettings, TrainingStats, TrainingUnit, TrainingWork
+from nereus.runtime.weight_sync import SliceStore, WeightSync, sync_copies
+from nereus.runtime.worker import WorkerContext
+
+
+@dataclass(frozen=True)
+class BuildOrder:
+    """All that a worker needs to build its rank of a model-stage."""
+
+    model_stage: str
+    plan: StagePlan
+    epoch: int
+    source: ModelSource
+    dtype: torch.dtype
+    optimizer: OptimizerSettings | None = None
+    loss: LossSettings | None = None
+
+
+@dataclass(frozen=True)
+class GenerationWork:
+    """One replica's share of a step's rollouts; refused when the weights are of another policy version."""
+
+    requests: tuple[Request, ...]
+    sampling: Sampling
+    policy_version: int
+    num_slots: int
+    max_tokens: int
+
+
+@dataclass
+class Unit:
+    """One rank of a model-stage on this device."""
+
+    replica: int
+    shard: DecoderShard
+    links: Links
+    training: TrainingUnit | None = None
+    policy_version: int | None = None
+
+
+class Rank:
+    """The service of one worker."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.units: dict[str, Unit] = {}
+        self._sync: tuple[WeightSync, Communicator] | None = None
+
+    def build(self, order: BuildOrder) -> None:
+        """Connect, allocate and load this device's rank of a model-stage."""
+        replica, links = connect_links(self.context, order.model_stage, order.plan, order.epoch)
+        shard = DecoderShard(
+            order.source.spec,
+            order.plan.layout,
+            links.rank,
+            group=links.tp,
+            dtype=order.dtype,
+            device=self.context.torch_device,
+        )
+        unit = Unit(replica, shard, links)
+        source = order.source.open()
+        if stage_of(order.model_stage) == "training":
+            assert order.optimizer is not None and order.loss is not None
+            unit.training = TrainingUnit(shard, links, order.optimizer, order.loss)
+            for view in shard.views():
+                source.read(view.slice, view.of(unit.training.masters[view.parameter]))
+            unit.training.refresh_compute_weights()
+        elif order.model_stage != "actor.generation":  # filled by the first weight sync
+            for view in shard.views():
+                source.read(view.slice, view.of(shard.get_parameter(view.parameter).data))
+            shard.requires_grad_(False)
+        self.units[order.model_stage] = unit
+
+    def connect_sync(self, epoch: int, training: StagePlan, generation: StagePlan) -> None:
+        """Connect the devices that exchange the actor's weights and settle what each sends."""
+        devices = tuple(sorted({*training.devices, *generation.devices}))
+        communicator = Communicator.connect(
+            store_address=self.context.store_address,
+            name="weight_sync",
+            epoch=epoch,
+            rank=devices.index(self.context.device),
+            size=len(devices),
+            torch_device=self.context.torch_device,
+            abort=self.context.abort,
+        )
+        shard = next(unit.shard for name, unit in self.units.items() if name.startswith("actor."))
+        copies = sync_copies(shard.spec, training, generation)
+        self._sync = WeightSync(copies, devices, self.context.device, shard.dtype), communicator
+
+    @torch.no_grad()
+    def sync_weights(self, policy_version: int) -> int:
+        """Fill actor.generation from actor.training; return the bytes that this device received."""
+        assert self._sync is not None
+        sync, communicator = self._sync
+        training, generation = self.units.get("actor.training"), self.units.get("actor.generation")
+        if training is not None and training.training.updates != policy_version:
+            raise RuntimeError(
+                f"actor.training is at policy version {training.training.updates}, not {policy_version}; "
+                "the weights were not sent."
+            )
+        sync.run(
+            SliceStore(training.shard, dict(training.shard.named_parameters())) if training else None,
+            SliceStore(generation.shard, dict(generation.shard.named_parameters())) if generation else None,
+            communicator,
+        )
+        if generation is not None:
+            generation.policy_version = policy_version
+        return sync.received_bytes
+
+    def generate(self, work: GenerationWork) -> list[Response] | None:
+        """Return the replica's responses (on its rank 0). KV cache and packed weights live for this call only."""
+        unit = self.units["actor.generation"]
+        if unit.policy_version != work.policy_version:
+            raise RuntimeError(
+                f"actor.generation holds policy version {unit.policy_version}, but {work.policy_version} was asked for; "
+                "sync the weights first."
+            )
+        shard = unit.shard
+        cache = KvCache(
+            shard.spec,
+            shard.layout,
+            shard.rank,
+            num_slots=work.num_slots,
+            max_tokens=work.max_tokens,
+            dtype=shard.dtype,
+            device=self.context.torch_device,
+        )
+        shard.prepare_decode()
+        try:
+            responses = generate(
+                shard, work.requests, work.sampling, cache=cache, replica=unit.links.replica, tp=unit.links.tp
+            )
+        finally:
+            shard.drop_prepared()
+        return responses if unit.links.rank == 0 else None
+
+    def infer_logprobs(self, model_stage: str, work: InferenceWork, temperature: float) -> list[np.ndarray]:
+        unit = self.units[model_stage]
+        return infer_logprobs(unit.shard, unit.links, work, temperature)
+
+    def infer_values(self, model_stage: str, work: InferenceWork) -> list[np.ndarray]:
+        unit = self.units[model_stage]
+        return infer_values(unit.shard, unit.links, work)
+
+    def infer_scores(self, model_stage: str, work: InferenceWork) -> list[np.ndarray]:
+        unit = self.units[model_stage]
+        return infer_scores(unit.shard, unit.links, work)
+
+    def train(self, model_stage: str, work: TrainingWork, learning_rate: LearningRate) -> TrainingStats:
+        """Run all updates of a step of actor.training or critic.training."""
+        training = self.units[model_stage].training
+        assert training is not None
+        return training.train(work, learning_rate)
+
+    def write_export(self, model_stage: str, plan: ExportPlan) -> int:
+        """Write the slices that this rank owns (first replica only) into an export; return the bytes written."""
+        unit = self.units[model_stage]
+        assert unit.training is not None
+        if unit.replica != 0:
+            return 0
+        owned = owned_slices(unit.shard.spec, unit.shard.layout, unit.shard.rank)
+        masters = unit.training.masters
+        return write_slices(plan, ((v.slice, v.of(masters[v.parameter])) for v in unit.shard.views() if v.slice in owned))
+
+    def read_parameters(self, model_stage: str) -> list[tuple[Sequence[int], str, np.ndarray]]:
+        """Return this rank's owned master slices as (starts, name, array); for tests and tools, never on a hot path."""
+        unit = self.units[model_stage]
+        owned = owned_slices(unit.shard.spec, unit.shard.layout, unit.shard.rank)
+        tensors = unit.training.masters if unit.training else dict(unit.shard.named_parameters())
+        return [
+            (v.slice.starts, v.slice.name, v.of(tensors[v.parameter]).detach().double().cpu().numpy())
+            for v in unit.shard.views()
+            if v.slice in owned
+        ]
+
+    def take_peak_memory(self) -> int:
+        """Return the peak bytes since the last call, above the worker's baseline, and start anew."""
+        peak = self.context.peak_memory_bytes()
+        self.context.reset_peak_memory()
+        return peak

@@ -1,0 +1,1 @@
+"""The mathematics of PPO: tensors and numbers in, tensors and numbers out."""

@@ -1,0 +1,281 @@
+"""Responses from one replica: continuous batching over the slots of a KV cache, with tensor and pipeline parallelism.
+
+Every rank of the replica runs the same schedule (slots.py). With pp stages the slots form up to pp waves, and the
+ranks take turns at them in one fixed order, turn 0, 1, 2, ...:
+
+    stage 0      turn 0 | turn 1 | turn 2 ...          hidden states go up to the next stage,
+    stage 1               turn 0 | turn 1 | turn 2     drawn tokens come down from the last stage to all others
+
+Why no rank waits for ever: sends don't block, and what a rank waits for in turn t of stage s is either the hidden
+states of turn t, made by stage s - 1, or the tokens of this wave's last turn t' < t, made by the last stage. So every
+wait is for an event that is earlier in the order (turn, stage), and tensor-parallel ranks, which wait for each other
+inside a forward pass, are at the same (turn, stage). A rank waits for its own sends only when it takes up the wave
+again; by then the receiver has asked for the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nereus.model.batch import PackedBatch
+from nereus.model.decoder import DecoderShard
+from nereus.model.group import Group
+from nereus.model.kv_cache import KvCache
+from nereus.ppo.random import uniforms
+from nereus.ppo.sampling import sample_tokens
+from nereus.runtime.communicator import Communicator, Pending
+from nereus.runtime.slots import Decode, Prefill, RequestQueue, SlotSchedule, wave_slots
+
+# Most prompt tokens in one pass: bounds the activations of prefill.
+MAX_PREFILL_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue; `sample_id` names its sampling noise."""
+
+    sample_id: int
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: temperature 0 takes the most likely one; no `eos_ids` means a fixed length."""
+
+    seed: int
+    step: int
+    temperature: float
+    top_p: float
+    max_response_tokens: int
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was drawn for a request: `tokens` with the EOS, their log-probs in nats, and whether an EOS ended it."""
+
+    sample_id: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+def generate(
+    shard: DecoderShard,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    cache: KvCache,
+    replica: Communicator,
+    tp: Group,
+    max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+) -> list[Response]:
+    """Return the responses in request order; all ranks of the replica call it alike and get the same.
+
+    Admission follows the request order, a finished sequence's slot is refilled before the next token of the others,
+    and the passes depend on order and lengths only, so a run on the same plan is repeated bit by bit.
+
+    Args:
+        shard: this rank's part of an actor; `prepare_decode` has been called since its weights changed, if at all.
+        cache: of this shard; what it holds is overwritten. Slots beyond the requests stay untouched.
+        replica: over the tp * pp ranks (rank = stage * tp + tp_rank).
+        tp: over this stage's ranks.
+        max_prefill_tokens: most prompt tokens in one pass, unless a single prompt has more.
+
+    Raises:
+        ValueError: a prompt is empty, or doesn't fit the cache together with the longest response.
+        FloatingPointError: logits that no token can be drawn from.
+    """
+    _check(requests, sampling, cache)
+    with torch.no_grad():
+        return _Generation(shard, requests, sampling, cache, replica, tp, max_prefill_tokens).run()
+
+
+def _check(requests: Sequence[Request], sampling: Sampling, cache: KvCache) -> None:
+    if sampling.max_response_tokens < 1:
+        raise ValueError(f"max_response_tokens={sampling.max_response_tokens} leaves nothing to draw; give at least 1.")
+    for request in requests:
+        if not request.prompt:
+            raise ValueError(f"The prompt of sample {request.sample_id} is empty; give it at least one token.")
+        # The last token is drawn, never fed.
+        needed = len(request.prompt) + sampling.max_response_tokens - 1
+        if needed > cache.max_tokens:
+            raise ValueError(
+                f"Sample {request.sample_id} needs {needed} cached tokens ({len(request.prompt)} of the prompt), but "
+                f"the KV cache holds {cache.max_tokens} a slot; make the cache longer or the response shorter."
+            )
+
+
+class _Wave:
+    """The slots of one wave with the token each draws next: row i of every tensor belongs to slot i."""
+
+    def __init__(self, schedule: SlotSchedule, cache: KvCache, num_slots: int, num_draws: int, device: torch.device):
+        self.schedule = schedule
+        self.cache = cache
+        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # drawn, not fed yet
+        self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)  # of that token in its sequence
+        self.drawn = torch.zeros(num_slots, 1, dtype=torch.int64, device=device)  # response tokens so far
+        self.noise = torch.zeros(num_slots, num_draws, dtype=torch.float64, device=device)
+        self.outcome: _Outcome | None = None
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.cache.move_slot(source, target, length)
+        for rows in (self.tokens, self.positions, self.drawn, self.noise):
+            rows[target] = rows[source]
+
+
+@dataclass
+class _Outcome:
+    """What a pass drew for its slots, float64 [2, rows]: token ids (exact below 2^53) and log-probs.
+
+    Elsewhere than on the last stage `values` is valid once `pending` is done; on the last stage `pending` are sends.
+    """
+
+    work: Prefill | Decode
+    values: Tensor
+    pending: list[Pending]
+
+
+class _Generation:
+    """One call of `generate` on one rank."""
+
+    def __init__(
+        self,
+        shard: DecoderShard,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        cache: KvCache,
+        replica: Communicator,
+        tp: Group,
+        max_prefill_tokens: int,
+    ) -> None:
+        self.shard, self.requests, self.sampling, self.replica, self.tp = shard, requests, sampling, replica, tp
+        self.device = next(shard.parameters()).device
+        self.eos_ids = frozenset(sampling.eos_ids)
+        self.responses = [Response(request.sample_id) for request in requests]
+        self.turn = 0
+        queue = RequestQueue([len(request.prompt) for request in requests])
+        self.waves = []
+        for start, stop in wave_slots(len(requests), cache.num_slots, shard.layout.pp):
+            schedule = SlotSchedule(queue, stop - start, max_prefill_tokens=max_prefill_tokens)
+            window = cache.part(start, stop - start)
+            self.waves.append(_Wave(schedule, window, stop - start, sampling.max_response_tokens, self.device))
+
+    def run(self) -> list[Response]:
+        waves = list(self.waves)
+        while waves:
+            for wave in list(waves):
+                self._take_outcome(wave)
+                work = wave.schedule.next_pass()
+                if work is None:
+                    waves.remove(wave)
+                    continue
+                self._compute(wave, work)
+                self.turn += 1
+        return self.responses
+
+    def _compute(self, wave: _Wave, work: Prefill | Decode) -> None:
+        """Run this rank's part of a pass and post the messages it makes and waits for."""
+        if isinstance(work, Prefill):
+            num_rows = len(work.requests)
+            hidden = self._prefill(wave, work)
+            noise = wave.noise[list(work.slots), 0]
+        else:
+            num_rows = work.num_rows
+            hidden = self._decode(wave, work)
+            noise = wave.noise[:num_rows].gather(1, wave.drawn[:num_rows])[:, 0]
+        layout, rank = self.shard.layout, self.shard.rank
+        if self.shard.is_last:
+            values = self._draw(hidden, noise)
+            below = range(layout.tp_rank(rank), rank, layout.tp)
+            pending = [self.replica.send(values, peer, 2 * self.turn + 1) for peer in below]
+        else:
+            last = (layout.pp - 1) * layout.tp + layout.tp_rank(rank)
+            values = torch.empty(2, num_rows, dtype=torch.float64, device=self.device)
+            pending = [self.replica.send(hidden.contiguous(), rank + layout.tp, 2 * self.turn)]
+            pending.append(self.replica.recv(values, last, 2 * self.turn + 1))
+        wave.outcome = _Outcome(work, values, pending)
+
+    def _prefill(self, wave: _Wave, work: Prefill) -> Tensor:
+        """Return hidden states of whole prompts; on the last stage of their last tokens only."""
+        prompts = [self.requests[index].prompt for index in work.requests]
+        batch = PackedBatch.of([len(prompt) for prompt in prompts], device=self.device)
+        if self.shard.is_first:
+            x = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64, device=self.device)
+        else:
+            x = self._receive(len(batch.positions))
+        hidden = self.shard(x, batch, cache=wave.cache, slots=work.slots)
+        self._admit(wave, work)
+        if not self.shard.is_last:
+            return hidden
+        return hidden[torch.tensor(batch.lengths, device=self.device).cumsum(0) - 1]
+
+    def _admit(self, wave: _Wave, work: Prefill) -> None:
+        sampling, slots = self.sampling, list(work.slots)
+        wave.drawn[slots] = 0
+        lengths = [len(self.requests[index].prompt) for index in work.requests]
+        wave.positions[slots] = torch.tensor(lengths, device=self.device)
+        if self.shard.is_last and sampling.temperature > 0:
+            for slot, index in zip(slots, work.requests, strict=True):
+                sample_id = self.requests[index].sample_id
+                noise = uniforms(sampling.seed, sampling.step, sample_id, sampling.max_response_tokens)
+                wave.noise[slot] = torch.from_numpy(noise)
+
+    def _decode(self, wave: _Wave, work: Decode) -> Tensor:
+        for move in work.moves:
+            wave.move(move.source, move.target, move.length)
+        x = wave.tokens[: work.num_rows] if self.shard.is_first else self._receive(work.num_rows)
+        return self.shard.decode(x, wave.positions[: work.num_rows], wave.cache)
+
+    def _receive(self, num_rows: int) -> Tensor:
+        hidden = torch.empty(num_rows, self.shard.spec.hidden, dtype=self.shard.dtype, device=self.device)
+        self.replica.recv(hidden, self.shard.rank - self.shard.layout.tp, 2 * self.turn).wait()
+        return hidden
+
+    def _draw(self, hidden: Tensor, noise: Tensor) -> Tensor:
+        tokens, logprobs = sample_tokens(
+            self.shard.logits(hidden),
+            noise,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            group=self.tp,
+            vocab_start=self.shard.vocab_range[0],
+        )
+        return torch.stack([tokens.double(), logprobs])
+
+    def _take_outcome(self, wave: _Wave) -> None:
+        """Give the tokens of the wave's last pass to their responses and free the slots of those that ended."""
+        outcome, wave.outcome = wave.outcome, None
+        if outcome is None:
+            return
+        for pending in outcome.pending:
+            pending.wait()
+        if isinstance(outcome.work, Prefill):
+            slots: Sequence[int] = outcome.work.slots
+            rows: slice | list[int] = list(slots)
+        else:
+            slots = range(outcome.work.num_rows)
+            rows = slice(0, outcome.work.num_rows)
+            wave.positions[rows] += 1
+        wave.tokens[rows] = outcome.values[0].long()
+        wave.drawn[rows] += 1
+        token_row, logprob_row = outcome.values.tolist()
+        ended = []
+        for slot, token, logprob in zip(slots, token_row, logprob_row, strict=True):
+            if self._append(wave.schedule.request_at(slot), int(token), logprob):
+                ended.append(slot)
+        wave.schedule.finish(ended)
+
+    def _append(self, index: int, token: int, logprob: float) -> bool:
+        """Add a token to a response; return True when it is the last one."""
+        response = self.responses[index]
+        response.tokens.append(token)
+        response.logprobs.append(logprob)
+        if token in self.eos_ids:
+            self.responses[index] = Response(response.sample_id, response.tokens, response.logprobs, ended=True)
+            return True
+        return len(response.tokens) == self.sampling.max_response_tokens

@@ -1,0 +1,198 @@
+"""What one rank holds of a decoder, and its forward passes: packed, prefill and one decoding step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nereus.layout import Layout, check_layout, partition, slices_of, stage_layers
+from nereus.model.attention import decode_mask
+from nereus.model.batch import PackedBatch
+from nereus.model.group import Group
+from nereus.model.kv_cache import KvCache
+from nereus.model.layers import DecoderLayer, Linear, Pass, Place, RmsNorm, VocabEmbedding
+from nereus.model.layers_decode import Step, decode_layer
+from nereus.model.linear import linear
+from nereus.model.rotary import RotaryTable, lifted
+from nereus.model.spec import ModelSpec
+from storage.slices import TensorSlice
+
+# Canonical name inside a layer -> (parameter, place among the parts fused into it).
+_LAYER_PARAMETERS = {
+    "input_layernorm": ("input_norm", 0),
+    "self_attn.q_proj": ("attention.qkv", 0),
+    "self_attn.k_proj": ("attention.qkv", 1),
+    "self_attn.v_proj": ("attention.qkv", 2),
+    "self_attn.o_proj": ("attention.o", 0),
+    "self_attn.q_norm": ("attention.q_norm", 0),
+    "self_attn.k_norm": ("attention.k_norm", 0),
+    "post_attention_layernorm": ("post_norm", 0),
+    "mlp.gate_proj": ("mlp.gate_up", 0),
+    "mlp.up_proj": ("mlp.gate_up", 1),
+    "mlp.down_proj": ("mlp.down", 0),
+}
+_OTHER_PARAMETERS = {
+    "model.embed_tokens.weight": "embed.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+    "value_head.weight": "head.weight",
+    "score.weight": "head.weight",
+}
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """A canonical slice and where it lies: rows [start, start + rows) of a parameter of the shard."""
+
+    slice: TensorSlice
+    parameter: str
+    start: int
+    rows: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the slice inside any tensor shaped like the parameter (weights, gradients, moments)."""
+        return tensor.narrow(0, self.start, self.rows)
+
+
+class DecoderShard(nn.Module):
+    """The layers, embedding and head that rank `rank` of a (tp, pp) layout holds; parameters are uninitialised."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        rank: int,
+        *,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        check_layout(spec, layout)
+        assert group.size == layout.tp and group.rank == layout.tp_rank(rank), (layout, rank, group.rank, group.size)
+        self.spec, self.layout, self.rank, self.group = spec, layout, rank, group
+        stage = layout.stage(rank)
+        self.is_first, self.is_last = stage == 0, stage == layout.pp - 1
+        self.vocab_range = partition(spec.vocab, layout.tp)[layout.tp_rank(rank)]
+        place = Place(layout.tp_rank(rank), layout.tp, group, dtype, device)
+        if self.is_first or (self.is_last and spec.ties_head):
+            self.embed = VocabEmbedding(spec, place)
+        numbers = stage_layers(spec, layout, stage)
+        self.layers = nn.ModuleDict({str(n): DecoderLayer(spec, i, place) for i, n in enumerate(numbers)})
+        if self.is_last:
+            self.norm = RmsNorm(spec.hidden, spec.rms_eps, place)
+            if not spec.ties_head:
+                rows = {"lm": place.share(spec.vocab), "value": 1, "score": spec.num_labels}[spec.head]
+                self.head = Linear(rows, spec.hidden, False, place)
+        self._rotary = RotaryTable(spec, dtype, device)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The head's matrix on the last stage: [V_local, hidden], [1, hidden] or [num_labels, hidden]."""
+        return self.embed.weight if self.spec.ties_head else self.head.weight
+
+    @property
+    def tied_embedding(self) -> nn.Parameter | None:
+        """The embedding that first and last stage both hold, whose gradients are summed over the two; else None."""
+        shared = self.spec.ties_head and self.layout.pp > 1 and (self.is_first or self.is_last)
+        return self.embed.weight if shared else None
+
+    @property
+    def tp_summed(self) -> list[nn.Parameter]:
+        """Parameters whose gradients are sums over the tp ranks."""
+        return [p for name, p in self.named_parameters() if ".q_norm." in name or ".k_norm." in name]
+
+    def forward(
+        self,
+        x: Tensor,
+        batch: PackedBatch,
+        *,
+        recompute: bool = False,
+        cache: KvCache | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return hidden states [N, hidden] of a packed batch; on the last stage after the final norm.
+
+        Args:
+            x: token ids [N] int64 on the first stage, hidden states [N, hidden] on later ones.
+            recompute: keep only the layers' inputs and run each layer again in the backward pass.
+            cache, slots: also write K and V of sequence i into slot slots[i], positions 0..length-1 (prefill).
+        """
+        cos, sin = self._rotary.gather(batch.positions, max(batch.lengths))
+        rows = None
+        if cache is not None:
+            assert slots is not None and len(slots) == len(batch.lengths), (slots, batch.lengths)
+            repeats = torch.tensor(batch.lengths, device=batch.positions.device)
+            owners = torch.tensor(slots, device=batch.positions.device).repeat_interleave(repeats)
+            rows = cache.rows(owners, batch.positions)
+        run = Pass(batch, cos, sin, cache, rows)
+        hidden = self.embed(x) if self.is_first else x
+        for layer in self.layers.values():
+            if recompute and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, run, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer(hidden, run)
+        return self.norm(hidden) if self.is_last else hidden
+
+    @torch.inference_mode()
+    def decode(self, x: Tensor, positions: Tensor, cache: KvCache) -> Tensor:
+        """Return hidden states [n, hidden] of one new token for each of the first n slots.
+
+        Args:
+            x: token ids [n] on the first stage, hidden states [n, hidden] on later ones.
+            positions: [n] int64, where each token goes; it sees positions 0..positions[i] of its slot.
+        """
+        hidden = self.embed(x) if self.is_first else x.clone()
+        length = int(positions.max()) + 1
+        cos, sin = self._rotary.gather(positions, length)
+        rows = cache.rows(torch.arange(len(positions), device=positions.device), positions)
+        mask = decode_mask(positions, length, lifted(hidden.dtype), self.spec.sliding_window)
+        step = Step(cache, rows, cos, sin, mask)
+        for layer in self.layers.values():
+            hidden = decode_layer(layer, hidden, step)  # type: ignore[arg-type]
+        return self.norm(hidden) if self.is_last else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return this rank's vocabulary logits [M, V_local] of hidden [M, hidden]."""
+        return linear(hidden, self.head_weight)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Return one value a row, [M], in at least float32; hidden [M, hidden]."""
+        assert self.spec.head == "value"
+        return self.scores(hidden)[:, 0]
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return [M, num_labels] in at least float32; hidden [M, hidden]."""
+        high = lifted(hidden.dtype)
+        return linear(hidden.to(high), self.head_weight.to(high))
+
+    def views(self) -> tuple[ShardView, ...]:
+        """Return where each canonical slice of this rank lies; exactly `slices_of(spec, layout, rank)`, in order."""
+        slices = slices_of(self.spec, self.layout, self.rank)
+        places = [_parameter_of(part.name) for part in slices]
+        rows: dict[tuple[str, int], int] = {place: part.sizes[0] for place, part in zip(places, slices, strict=True)}
+        views = []
+        for part, (parameter, index) in zip(slices, places, strict=True):
+            start = sum(rows[parameter, before] for before in range(index))
+            views.append(ShardView(part, parameter, start, part.sizes[0]))
+        return tuple(views)
+
+    def prepare_decode(self) -> None:
+        """Derive what decoding reads from the weights; call it whenever they have changed."""
+
+    def drop_prepared(self) -> None:
+        """Free what `prepare_decode` derived."""
+
+
+def _parameter_of(name: str) -> tuple[str, int]:
+    """Return the parameter that holds a canonical tensor and the tensor's place among the parts fused into it."""
+    if name in _OTHER_PARAMETERS:
+        return _OTHER_PARAMETERS[name], 0
+    number, _, rest = name.removeprefix("model.layers.").partition(".")
+    module, _, kind = rest.rpartition(".")
+    parameter, index = _LAYER_PARAMETERS[module]
+    return f"layers.{number}.{parameter}.{kind}", index

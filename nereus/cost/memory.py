@@ -6,8 +6,8 @@ that runs there needs on top. Its peak is the largest phase.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -120,123 +120,210 @@ def sequences_in_flight(stage: StagePlan, workload: Workload) -> int:
 
 
 @lru_cache(maxsize=65536)
-def estimate_rank(
-    model_stage: str, stage: StagePlan, spec: ModelSpec, rank: int, workload: Workload, precision: Precision
+def _estimate(
+    model_stage: str,
+    spec: ModelSpec,
+    layout: Layout,
+    rank: int,
+    share: int,
+    micro_batch: int,
+    recompute: bool,
+    workload: Workload,
+    precision: Precision,
 ) -> RankMemory:
-    """Return what rank `rank` of one replica of a model-stage needs."""
-    sizes = rank_sizes(spec, stage.layout, rank)
-    parameters = rank_parameters(spec, stage.layout, rank)
+    work = _Work(rank_sizes(spec, layout, rank), spec, layout, share, micro_batch, recompute, workload, precision)
+    parameters = rank_parameters(spec, layout, rank)
+    frozen = {"parameters": parameters * COMPUTE_BYTES[precision]}
     if stage_of(model_stage) == "generation":
-        phases = {"generation": _generation(sizes, spec, stage, workload, precision)}
-        return RankMemory({"parameters": parameters * COMPUTE_BYTES[precision]}, phases)
-    inference = _inference(sizes, spec, stage, workload, precision)
+        return RankMemory(frozen, {"generation": _generation(work)})
     if stage_of(model_stage) == "inference":
-        return RankMemory({"parameters": parameters * COMPUTE_BYTES[precision]}, {"inference": inference})
+        return RankMemory(frozen, {"inference": _inference(work)})
     master = master_bytes(precision)
     resident = {"parameters": parameters * master, "optimizer": 2 * parameters * master}
     if COMPUTE_BYTES[precision] < master:
         resident["compute copy"] = parameters * COMPUTE_BYTES[precision]
-    training = _training(sizes, spec, stage, workload, precision) | {"gradients": parameters * master}
-    return RankMemory(resident, {"inference": inference, "training": training})
+    training = _training(work) | {"gradients": parameters * master}
+    # Old log-probs and values are forward passes of the training model-stages.
+    return RankMemory(resident, {"inference": _inference(work), "training": training})
 
 
-def _generation(
-    sizes: RankSizes, spec: ModelSpec, stage: StagePlan, workload: Workload, precision: Precision
-) -> dict[str, int]:
-    slots = sequences_in_flight(stage, workload)
-    size = COMPUTE_BYTES[precision]
+def estimate_rank(
+    model_stage: str, stage: StagePlan, spec: ModelSpec, rank: int, workload: Workload, precision: Precision
+) -> RankMemory:
+    """Return what rank `rank` of any replica of a model-stage needs."""
+    # The cache's key leaves out the devices: they may be thousands.
+    share = workload.share(model_stage, stage.dp)
+    return _estimate(
+        model_stage, spec, stage.layout, rank, share, stage.micro_batch, stage.recompute, workload, precision
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """All that decides what a rank needs while it runs."""
+
+    sizes: RankSizes
+    spec: ModelSpec
+    layout: Layout
+    share: int
+    micro_batch: int
+    recompute: bool
+    workload: Workload
+    precision: Precision
+
+
+def _generation(work: _Work) -> dict[str, int]:
+    spec, sizes, workload = work.spec, work.sizes, work.workload
+    slots = min(work.micro_batch, work.share)
+    size = COMPUTE_BYTES[work.precision]
     cached = slots * workload.sequence_tokens * sizes.layers * 2 * sizes.kv_heads * spec.head_dim
     rows = max(min(slots * workload.prompt_tokens, PREFILL_TOKENS), workload.prompt_tokens, slots)
     return {
         "KV cache": cached * size,
-        # Packed copies serve narrow batches; in float64 and on other machines the plain weights do.
-        "packed weights": sizes.matrix_elements * size if precision != "float64" else 0,
-        "activations": working_bytes(sizes, spec, rows, precision),
-        "logits": sampling_bytes(sizes, spec, slots, stage.layout.tp, precision),
+        # Packed copies serve narrow batches; in float64 the plain weights do.
+        "packed weights": sizes.matrix_elements * size if work.precision != "float64" else 0,
+        "activations": working_bytes(sizes, spec, rows, work.precision),
+        "logits": sampling_bytes(sizes, spec, slots, work.layout.tp, work.precision),
         "workspace": FIXED_WORKSPACE_BYTES,
     }
 
 
-def _inference(
-    sizes: RankSizes, spec: ModelSpec, stage: StagePlan, workload: Workload, precision: Precision
-) -> dict[str, int]:
+def _inference(work: _Work) -> dict[str, int]:
+    samples, workload = work.micro_batch, work.workload
     return {
-        "activations": working_bytes(sizes, spec, stage.micro_batch * workload.sequence_tokens, precision),
-        "logits": logits_bytes(sizes, stage.micro_batch * workload.response_tokens, precision, training=False),
+        "activations": working_bytes(work.sizes, work.spec, samples * workload.sequence_tokens, work.precision),
+        "logits": logits_bytes(work.sizes, samples * workload.response_tokens, work.precision, training=False),
         "workspace": FIXED_WORKSPACE_BYTES,
     }
 
 
-def _training(
-    sizes: RankSizes, spec: ModelSpec, stage: StagePlan, workload: Workload, precision: Precision
-) -> dict[str, int]:
-    share = workload.share("actor.training", stage.dp)
+def _training(work: _Work) -> dict[str, int]:
     # One forward, one backward: pipeline stage s holds pp - s micro-batches, if there are so many.
-    live = min((stage.layout.pp - sizes.stage) * stage.micro_batch, share)
-    one = min(stage.micro_batch, share)
+    live = min((work.layout.pp - work.sizes.stage) * work.micro_batch, work.share)
+    one = min(work.micro_batch, work.share)
+    tokens = work.workload.sequence_tokens
     # A weight's gradient is made apart and then added to the buffer; two may wait for it at once.
-    fresh = 2 * sizes.largest_tensor_elements * COMPUTE_BYTES[precision]
+    fresh = 2 * work.sizes.largest_tensor_elements * COMPUTE_BYTES[work.precision]
     return {
         "activations": saved_bytes(
-            sizes,
-            spec,
-            live_tokens=live * workload.sequence_tokens,
-            one_tokens=one * workload.sequence_tokens,
-            recompute=stage.recompute,
-            precision=precision,
+            work.sizes,
+            work.spec,
+            live_tokens=live * tokens,
+            one_tokens=one * tokens,
+            recompute=work.recompute,
+            precision=work.precision,
         ),
-        "logits": logits_bytes(sizes, one * workload.response_tokens, precision, training=True),
+        "logits": logits_bytes(work.sizes, one * work.workload.response_tokens, work.precision, training=True),
         "workspace": FIXED_WORKSPACE_BYTES + fresh,
     }
 
 
-def _sync_bytes(plan: Plan, specs: Mapping[str, ModelSpec], device: int, precision: Precision) -> int:
-    """Return the buckets a device fills or empties when the actor's new weights travel to its generation."""
-    actors = [name for name in ("actor.training", "actor.generation") if name in plan and device in plan[name].devices]
-    if not actors or plan["actor.training"].devices == plan["actor.generation"].devices[:1]:
-        return 0
-    most = max(rank_parameters(specs[n], plan[n].layout, _rank_on(plan[n], device)) for n in actors)
-    return 2 * min(SYNC_BUCKET_BYTES, most * COMPUTE_BYTES[precision])
+class PlanMemory:
+    """The residents and phases of one plan on every device; the functions below are made of it."""
 
+    def __init__(
+        self, plan: Plan, specs: Mapping[str, ModelSpec], workload: Workload, precision: Precision
+    ) -> None:
+        self.plan, self.specs, self.workload, self.precision = plan, specs, workload, precision
+        self.ranks = {
+            name: {device: index % stage.layout.size for index, device in enumerate(stage.devices)}
+            for name, stage in plan.items()
+        }
+        self.residents: dict[int, dict[str, int]] = {device: dict.fromkeys(KINDS, 0) for device in plan.devices}
+        for name, ranks in self.ranks.items():
+            for device, rank in ranks.items():
+                for kind, count in self.rank(name, rank).resident.items():
+                    self.residents[device][kind] += count
 
-def _rank_on(stage: StagePlan, device: int) -> int:
-    return stage.devices.index(device) % stage.layout.size
+    def rank(self, model_stage: str, rank: int) -> RankMemory:
+        stage, spec = self.plan[model_stage], self.specs[model_stage]
+        return estimate_rank(model_stage, stage, spec, rank, self.workload, self.precision)
 
+    def peak(self, device: int) -> MemoryPeak:
+        """Return the largest phase of a device."""
+        resident = self.residents[device]
+        phases = [("weight sync", self._weight_sync(device))]
+        for name, ranks in self.ranks.items():
+            if device in ranks:
+                phases += [(f"{p} of {name}", kinds) for p, kinds in self.rank(name, ranks[device]).phases.items()]
+        phase, most = max(phases, key=lambda item: sum(item[1].values()))
+        kinds = {kind: resident[kind] + most.get(kind, 0) for kind in KINDS}
+        return MemoryPeak(device, phase, {kind: count for kind, count in kinds.items() if count})
 
-def _device_phases(
-    plan: Plan, specs: Mapping[str, ModelSpec], workload: Workload, precision: Precision, device: int
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield every phase of a device with its bytes by kind, the residents of all model-stages included."""
-    here = {
-        name: estimate_rank(name, stage, specs[name], _rank_on(stage, device), workload, precision)
-        for name, stage in plan.items()
-        if device in stage.devices
-    }
-    resident = dict.fromkeys(KINDS, 0)
-    for memory in here.values():
-        for kind, count in memory.resident.items():
-            resident[kind] += count
-    for name, memory in here.items():
-        for phase, kinds in memory.phases.items():
-            yield f"{phase} of {name}", {kind: resident[kind] + kinds.get(kind, 0) for kind in KINDS}
-    sync = {"sync buckets": _sync_bytes(plan, specs, device, precision), "workspace": FIXED_WORKSPACE_BYTES}
-    yield "weight sync", {kind: resident[kind] + sync.get(kind, 0) for kind in KINDS}
-
-
-def estimate_device(
-    plan: Plan, specs: Mapping[str, ModelSpec], workload: Workload, precision: Precision, device: int
-) -> MemoryPeak:
-    """Return the predicted peak of one device."""
-    phases = _device_phases(plan, specs, workload, precision, device)
-    phase, kinds = max(phases, key=lambda item: sum(item[1].values()))
-    return MemoryPeak(device, phase, {kind: count for kind, count in kinds.items() if count})
+    def _weight_sync(self, device: int) -> dict[str, int]:
+        """Return the buckets that a device fills or empties when the actor's new weights travel to its generation."""
+        actors = [n for n in ("actor.training", "actor.generation") if device in self.ranks.get(n, {})]
+        counts = [rank_parameters(self.specs[n], self.plan[n].layout, self.ranks[n][device]) for n in actors]
+        bucket = min(SYNC_BUCKET_BYTES, max(counts, default=0) * COMPUTE_BYTES[self.precision])
+        return {"sync buckets": 2 * bucket, "workspace": FIXED_WORKSPACE_BYTES}
 
 
 def estimate_memory(
     plan: Plan, specs: Mapping[str, ModelSpec], workload: Workload, precision: Precision
 ) -> dict[int, MemoryPeak]:
     """Return the predicted peak of every device of a legal plan, by device id."""
-    return {device: estimate_device(plan, specs, workload, precision, device) for device in plan.devices}
+    memory = PlanMemory(plan, specs, workload, precision)
+    return {device: memory.peak(device) for device in plan.devices}
+
+
+def room_by_rank(
+    model_stage: str,
+    plan: Plan,
+    specs: Mapping[str, ModelSpec],
+    workload: Workload,
+    precision: Precision,
+    capacities: Mapping[int, int],
+) -> tuple[int, ...]:
+    """Return per rank of a model-stage the bytes that it may use while it runs: the least over its replicas.
+
+    That is 90% of the device less what is resident of all model-stages there; it may be negative. It depends on no
+    micro-batch and no recomputation.
+    """
+    residents = PlanMemory(plan, specs, workload, precision).residents
+    return tuple(
+        min(int(USABLE_SHARE * capacities[device]) - sum(residents[device].values()) for device in devices)
+        for devices in zip(*plan[model_stage].replicas, strict=True)
+    )
+
+
+def runs_within(
+    room: tuple[int, ...],
+    model_stage: str,
+    stage: StagePlan,
+    spec: ModelSpec,
+    workload: Workload,
+    precision: Precision,
+) -> bool:
+    """Return whether every rank's phases stay within its `room` in bytes."""
+    return all(
+        sum(kinds.values()) <= most
+        for rank, most in enumerate(room)
+        for kinds in estimate_rank(model_stage, stage, spec, rank, workload, precision).phases.values()
+    )
+
+
+def kv_slots(
+    plan: Plan,
+    specs: Mapping[str, ModelSpec],
+    workload: Workload,
+    precision: Precision,
+    capacities: Mapping[int, int],
+) -> int:
+    """Return the most sequences in flight of one replica of `actor.generation` that fit, up to its share of the step.
+
+    Returns 0 when not even one fits.
+    """
+    name = "actor.generation"
+    stage, spec = plan[name], specs[name]
+    room = room_by_rank(name, plan, specs, workload, precision, capacities)
+    low, high = 0, workload.share(name, stage.dp)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if runs_within(room, name, replace(stage, micro_batch=middle), spec, workload, precision):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def fits(

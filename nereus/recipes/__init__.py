@@ -1,0 +1,1 @@
+"""Run configs shipped in the package, with their prompts, rewards and tokenizer."""

@@ -147,8 +147,8 @@ class RolloutConfig(Part):
 
     prompts_per_step: int = Field(32, gt=0, description="Prompts a step.")
     samples_per_prompt: int = Field(1, gt=0, description="Responses a prompt.")
-    max_prompt_tokens: int = Field(16, gt=0, description="Longer prompts are dropped before the run, in tokens.")
-    max_response_tokens: int = Field(64, gt=0, description="Longest response, in tokens.")
+    max_prompt_tokens: int = Field(128, gt=0, description="Longer prompts are dropped before the run, in tokens.")
+    max_response_tokens: int = Field(128, gt=0, description="Longest response, in tokens.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs and KL are taken at it too.")
     top_p: float = Field(1.0, gt=0, le=1, description="Smallest probability mass that sampling keeps, in (0, 1].")
     stop_at_eos: bool = Field(True, description="End a response at EOS; false samples the longest response always.")
@@ -177,8 +177,8 @@ class PPOConfig(Part):
     kl_target: float = Field(6.0, gt=0, description="Wanted KL summed over a response, in nats.")
     kl_horizon: float = Field(10_000, gt=0, description="Samples over which the KL weight adapts.")
     no_eos_penalty: float = Field(0.0, ge=0, description="Taken off the score of a response without EOS.")
-    actor_lr: float = Field(1e-3, ge=0, description="Learning rate of the actor.")
-    critic_lr: float = Field(1e-3, ge=0, description="Learning rate of the critic.")
+    actor_lr: float = Field(1e-6, ge=0, description="Learning rate of the actor.")
+    critic_lr: float = Field(1e-5, ge=0, description="Learning rate of the critic.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Course of both learning rates after the warm-up, by updates done."
     )

@@ -20,7 +20,7 @@ from nereus.config.parts import (
 
 
 class RunConfig(Part):
-    """One PPO run. Without arguments it is the recipe `tiny-cpu`."""
+    """One PPO run. Every key has a default; without arguments it trains a tiny random model."""
 
     model: ModelConfig = Field(ModelConfig(tiny=TinyConfig()), description="The actor's weights.")
     critic: OptionalModelConfig = Field(
@@ -36,7 +36,7 @@ class RunConfig(Part):
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="Precision of compute; bfloat16 keeps float32 master weights."
     )
-    steps: int = Field(30, gt=0, description="PPO steps.")
+    steps: int = Field(20, gt=0, description="PPO steps.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn.")
     run_dir: str | None = Field(None, description="Directory or URI that holds all of the run; empty: runs/<run id>.")
     cluster: ClusterConfig = Field(ClusterConfig(), description="The devices.")

@@ -1,0 +1,29 @@
+"""Metrics reach accelerate's trackers."""
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nereus.config import RunConfig
+from nereus.tracking import flatten_numbers, open_trackers
+
+
+def test_tensorboard_gets_every_number_of_every_step(tmp_path: Path):
+    config = RunConfig().model_dump(mode="json")
+    with open_trackers(["tensorboard"], str(tmp_path), config) as trackers:
+        for step in range(3):
+            trackers.log(step, {"reward_mean": step / 4, "seconds": {"total": 2.0}, "rollouts_digest": "ab"})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward_mean")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert [event.value for event in events.Scalars("seconds/total")] == [2.0, 2.0, 2.0]
+
+
+def test_no_tracker_needs_no_package():
+    with open_trackers([], "runs/none", {}) as trackers:
+        trackers.log(0, {"reward_mean": 1.0})
+
+
+def test_only_numbers_are_sent():
+    line = {"step": 3, "plan": {"actor.training": {"dp": 2, "recompute": False, "devices": [0, 1]}}, "digest": "x"}
+    assert flatten_numbers(line) == {"step": 3, "plan/actor.training/dp": 2}

@@ -64,7 +64,9 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
     if layout.tp < 1 or layout.pp < 1:
         raise ValueError(f"tp={layout.tp} pp={layout.pp} is no layout; both must be at least 1.")
     if layout.tp > spec.kv_heads:
-        raise ValueError(f"tp={layout.tp} is more than the model's {spec.kv_heads} KV heads; choose tp <= {spec.kv_heads}.")
+        raise ValueError(
+            f"tp={layout.tp} is more than the model's {spec.kv_heads} KV heads; choose tp <= {spec.kv_heads}."
+        )
     if layout.pp > spec.layers:
         raise ValueError(f"pp={layout.pp} is more than the model's {spec.layers} layers; choose pp <= {spec.layers}.")
 

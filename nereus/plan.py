@@ -166,7 +166,9 @@ def _check_stage(name: str, stage: StagePlan, spec: ModelSpec, device_ids: set[i
         )
     twice = sorted({d for d in stage.devices if stage.devices.count(d) > 1})
     if twice:
-        raise ValueError(f"plan.{name}: device {twice[0]} is listed twice; each replica rank needs a device of its own.")
+        raise ValueError(
+            f"plan.{name}: device {twice[0]} is listed twice; each replica rank needs a device of its own."
+        )
     unknown = sorted(set(stage.devices) - device_ids)
     if unknown:
         raise ValueError(

@@ -44,6 +44,9 @@ class GradientBuffer:
 
         return parameter.register_post_accumulate_grad_hook(add)
 
+    def view_of(self, parameter: nn.Parameter) -> Tensor:
+        return next(self.views[name] for name, p in self.parameters.items() if p is parameter)
+
     def zero(self) -> None:
         self.flat.zero_()
 
@@ -65,10 +68,10 @@ def reduce_gradients(buffer: GradientBuffer, links: Links) -> None:
     gradients on every holder. Ranks of one slice in all replicas are summed last, in replica order.
     """
     if links.tp.size > 1:
-        for name in buffer.shard.tp_summed:
-            links.tp.all_reduce(buffer.views[name])
-    if buffer.shard.tied_embedding is not None and links.layout.pp > 1 and (links.is_first or links.is_last):
-        _add_tied(buffer.views[buffer.shard.tied_embedding], links)
+        for parameter in buffer.shard.tp_summed:
+            links.tp.all_reduce(buffer.view_of(parameter))
+    if buffer.shard.tied_embedding is not None:
+        _add_tied(buffer.view_of(buffer.shard.tied_embedding), links)
     if links.dp.size > 1:
         links.dp.all_reduce(buffer.flat)
 

@@ -67,9 +67,7 @@ class OneForwardOneBackward:
         self.live: deque[tuple[int, Tensor | None, Tensor, Pending | None]] = deque()
         self.returned: deque[tuple[Pending, Tensor]] = deque()
 
-    def run(
-        self, micro_batches: Sequence[PackedSamples], loss: Callable[[Tensor, PackedSamples], Tensor]
-    ) -> None:
+    def run(self, micro_batches: Sequence[PackedSamples], loss: Callable[[Tensor, PackedSamples], Tensor]) -> None:
         """Run forward and backward of all micro-batches; gradients end up in the parameters' `grad`.
 
         Args:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nereus.layout import owned_slices
 from nereus.model.decoder import DecoderShard
 from nereus.model.export import ExportPlan, write_slices
 from nereus.model.kv_cache import KvCache
-from nereus.layout import owned_slices
 from nereus.plan import StagePlan, stage_of
 from nereus.ppo.learning_rate import LearningRate
 from nereus.runtime.communicator import Communicator
@@ -181,7 +181,9 @@ class Rank:
             return 0
         owned = owned_slices(unit.shard.spec, unit.shard.layout, unit.shard.rank)
         masters = unit.training.masters
-        return write_slices(plan, ((v.slice, v.of(masters[v.parameter])) for v in unit.shard.views() if v.slice in owned))
+        return write_slices(
+            plan, ((v.slice, v.of(masters[v.parameter])) for v in unit.shard.views() if v.slice in owned)
+        )
 
     def read_parameters(self, model_stage: str) -> list[tuple[Sequence[int], str, np.ndarray]]:
         """Return this rank's owned master slices as (starts, name, array); for tests and tools, never on a hot path."""

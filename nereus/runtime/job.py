@@ -1,0 +1,191 @@
+"""At the door: everything that can be wrong with a config is found here, before any worker starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nereus.cluster import local_cluster
+from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
+from nereus.cost.memory import Workload, check_memory
+from nereus.data import PromptTokens, encode_prompts, read_prompts
+from nereus.model.checkpoint import check_checkpoint, read_eos_ids, read_spec
+from nereus.model.spec import Head, ModelSpec
+from nereus.plan import Plan
+from nereus.planner import plan_auto, resolve_plan
+from nereus.rewards import load_reward_function
+from nereus.runtime.sources import ModelSource
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked config with all that it names: models, plan, prompts and tokenizers."""
+
+    config: RunConfig
+    sources: Mapping[str, ModelSource]
+    plan: Plan
+    prompts: list[PromptTokens]
+    tokenizer: Any
+    tokenizer_path: str
+    reward_tokenizer: Any | None  # None: there is no reward model, or it takes the actor's tokens
+    eos_ids: tuple[int, ...]
+    workload: Workload
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]:
+        return {name: source.spec for name, source in self.sources.items()}
+
+
+def prepare_job(config: RunConfig) -> Job:
+    """Check a config against the world and return the job.
+
+    Raises:
+        ValueError: something that the config names is missing, broken or doesn't fit; one sentence with the mend.
+    """
+    sources = _sources(config)
+    actor = sources["actor.training"]
+    tokenizer_path = _tokenizer_path(config)
+    tokenizer = _load_tokenizer(tokenizer_path, "model")
+    if len(tokenizer) > actor.spec.vocab:
+        raise ValueError(
+            f"model has a vocabulary of {actor.spec.vocab} tokens, but its tokenizer {tokenizer_path} has "
+            f"{len(tokenizer)}; use the tokenizer that belongs to the model."
+        )
+    _check_lengths(config, sources)
+    prompts = encode_prompts(
+        read_prompts(resolve_path(config.data.prompts)), tokenizer, config.rollout.max_prompt_tokens
+    )
+    if config.reward.function is not None:
+        load_reward_function(config.reward.function)
+    workload = Workload(
+        samples_per_step=config.rollout.samples_per_step,
+        minibatches=config.ppo.minibatches,
+        prompt_tokens=config.rollout.max_prompt_tokens,
+        response_tokens=config.rollout.max_response_tokens,
+    )
+    return Job(
+        config=config,
+        sources=sources,
+        plan=_plan(config, {name: source.spec for name, source in sources.items()}, workload),
+        prompts=prompts,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+        reward_tokenizer=_reward_tokenizer(config, tokenizer),
+        eos_ids=_eos_ids(config, tokenizer),
+        workload=workload,
+    )
+
+
+def _sources(config: RunConfig) -> dict[str, ModelSource]:
+    """Return per model-stage where its weights come from, in the order of the plan."""
+    actor = _source(config, "actor", "lm", config.model)
+    critic = _source(config, "critic", "value", config.critic)
+    sources = {"actor.generation": actor, "actor.training": actor, "critic.training": critic}
+    sources["reference.inference"] = _source(config, "reference", "lm", config.reference)
+    if config.reward.model is not None:
+        model = OptionalModelConfig(path=config.reward.model)
+        sources["reward.inference"] = _source(config, "reward", "score", model)
+    vocab = actor.spec.vocab
+    for role, source in (("critic", critic), ("reference", sources["reference.inference"])):
+        if source.spec.vocab != vocab:
+            raise ValueError(
+                f"{role} has a vocabulary of {source.spec.vocab} tokens and the actor one of {vocab}; "
+                f"choose a {role} with the actor's tokenizer."
+            )
+    return sources
+
+
+def _source(config: RunConfig, role: str, head: Head, model: OptionalModelConfig) -> ModelSource:
+    fresh = role if head == "value" else None
+    weights_role = role
+    if model.path is None and model.tiny is None:  # the actor's weights
+        model, weights_role = config.model, "actor"
+    if model.path is not None:
+        path = os.path.expanduser(resolve_path(model.path))
+        spec = read_spec(path, head=head)
+        check_checkpoint(path, replace(spec, head="lm") if fresh else spec)
+        return ModelSource(spec, path, config.seed, weights_role, fresh)
+    assert model.tiny is not None
+    return ModelSource(tiny_spec(model.tiny, head), None, config.seed, weights_role, fresh)
+
+
+def tiny_spec(tiny: TinyConfig, head: Head = "lm") -> ModelSpec:
+    """Return the sizes of a random model."""
+    return ModelSpec(
+        family=tiny.family,
+        vocab=tiny.vocab,
+        hidden=tiny.hidden,
+        layers=tiny.layers,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        head_dim=tiny.hidden // tiny.heads,
+        intermediate=tiny.intermediate,
+        tie_embeddings=tiny.tie_embeddings,
+        qkv_bias=tiny.family == "qwen2",
+        qk_norm=tiny.family == "qwen3",
+        head=head,
+    )
+
+
+def _tokenizer_path(config: RunConfig) -> str:
+    if config.model.path is not None:
+        return os.path.expanduser(resolve_path(config.model.path))
+    assert config.model.tiny is not None
+    return resolve_path(config.model.tiny.tokenizer)
+
+
+def _load_tokenizer(path: str, key: str) -> Any:
+    from transformers import AutoTokenizer  # takes a second to import: only a run needs it
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{key}: {path} has no tokenizer that loads ({reason}); put tokenizer.json beside it."
+        ) from None
+
+
+def _reward_tokenizer(config: RunConfig, actor_tokenizer: Any) -> Any | None:
+    if config.reward.model is None:
+        return None
+    tokenizer = _load_tokenizer(os.path.expanduser(resolve_path(config.reward.model)), "reward.model")
+    return None if tokenizer.get_vocab() == actor_tokenizer.get_vocab() else tokenizer
+
+
+def _eos_ids(config: RunConfig, tokenizer: Any) -> tuple[int, ...]:
+    if not config.rollout.stop_at_eos:
+        return ()
+    named = read_eos_ids(_tokenizer_path(config)) if config.model.path is not None else ()
+    ids = tuple(named) or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
+    if not ids:
+        raise ValueError("model: the tokenizer names no EOS token; name one, or set rollout.stop_at_eos to false.")
+    return ids
+
+
+def _check_lengths(config: RunConfig, sources: Mapping[str, ModelSource]) -> None:
+    wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    for name, source in sources.items():
+        if wanted > source.spec.max_positions:
+            raise ValueError(
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {wanted} is more than the "
+                f"{source.spec.max_positions} positions of {name}; lower one of them."
+            )
+
+
+def _plan(config: RunConfig, specs: Mapping[str, ModelSpec], workload: Workload) -> Plan:
+    cluster = local_cluster(
+        config.cluster.devices,
+        config.cluster.memory_per_device,
+        threads_per_device=config.cluster.threads_per_device,
+    )
+    capacities = {device.id: device.memory_bytes for device in cluster.devices}
+    micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
+    if config.plan == "auto":
+        return plan_auto(specs, capacities, workload, config.precision, micro_batch=micro_batch)
+    entries = {name: entry.model_dump() for name, entry in config.plan.items()}
+    plan = resolve_plan(entries, specs, capacities, workload, config.precision, micro_batch=micro_batch)
+    check_memory(plan, specs, workload, config.precision, capacities)
+    return plan

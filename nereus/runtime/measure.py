@@ -1,0 +1,75 @@
+"""One line of metrics.jsonl, from the rollouts and the training statistics of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nereus.plan import Plan
+from nereus.ppo.metrics import (
+    compute_explained_variance,
+    compute_kl_metrics,
+    compute_response_metrics,
+    compute_reward_metrics,
+    digest_rollouts,
+    digest_sample_ids,
+    masked_max_gap,
+)
+from nereus.runtime.rollouts import Rollouts
+from nereus.runtime.timing import StepClock
+from nereus.runtime.training import TrainingStats
+
+# The stages of a step whose seconds are measured; a plan change and staged state add to theirs when there are any.
+STAGE_SECONDS = ("generation", "inference", "training", "weight_sync", "transition", "staging")
+
+
+def collect_metrics(
+    *,
+    step: int,
+    policy_version: int,
+    rollouts: Rollouts,
+    stats: Mapping[str, Sequence[TrainingStats]],
+    max_response_tokens: int,
+    plan: Plan,
+    clock: StepClock,
+    peaks: Mapping[int, int],
+) -> dict[str, Any]:
+    """Return the step's metrics; KL, entropy, ratios and losses are means over response tokens."""
+    assert rollouts.scores is not None
+    mask = rollouts.mask()
+    old, generated = rollouts.padded("old_logprobs"), rollouts.padded("generation_logprobs")
+    return {
+        "step": step,
+        "policy_version": policy_version,
+        **compute_reward_metrics(rollouts.scores),
+        **compute_kl_metrics(old, rollouts.padded("ref_logprobs"), mask),
+        **_training_metrics(stats["actor.training"], stats["critic.training"]),
+        "generation_logprob_gap_max": masked_max_gap(generated, old, mask),
+        "explained_variance": compute_explained_variance(
+            rollouts.padded("old_values"), rollouts.padded("returns"), mask
+        ),
+        **compute_response_metrics(rollouts.response_lengths, max_response_tokens),
+        "plan": plan.to_record(),
+        "peak_memory_bytes": {str(device): peak for device, peak in sorted(peaks.items())},
+        "sample_ids_digest": digest_sample_ids(rollouts.sample_ids),
+        "rollouts_digest": digest_rollouts(rollouts.sample_ids, [r.tokens for r in rollouts.responses]),
+        "seconds": clock.seconds(STAGE_SECONDS),
+    }
+
+
+def _training_metrics(actor: Sequence[TrainingStats], critic: Sequence[TrainingStats]) -> dict[str, Any]:
+    def mean(stats: Sequence[TrainingStats], name: str) -> float:
+        """Sum the replicas' sums in their order, over the tokens of all updates."""
+        tokens = sum(s.sums["tokens"] for s in stats)
+        return sum(s.sums[name] for s in stats) / tokens
+
+    return {
+        "policy_loss": mean(actor, "loss"),
+        "value_loss": mean(critic, "loss"),
+        "clip_fraction": mean(actor, "clipped"),
+        "ratio_mean": mean(actor, "ratio"),
+        "entropy": mean(actor, "entropy"),
+        "first_ratio_max_error": max(s.first_ratio_max_error for s in actor),
+        "gradient_norm": {"actor": actor[0].gradient_norms, "critic": critic[0].gradient_norms},
+        "skipped_updates": actor[0].skipped + critic[0].skipped,
+    }

@@ -15,7 +15,6 @@ from nereus.model.group import Group
 
 BLOCK = 256  # ids summed as one
 CPU_ROWS = 4  # samples whose exponentials are made at once: the buffer is reused and stays in the cache
-NUCLEUS_GUESS = 1024  # ids looked at before a whole row is sorted
 
 
 def sample_tokens(
@@ -145,33 +144,22 @@ def _gather_vocabulary(logits: Tensor, group: Group) -> Tensor:
 
 def _draw_from_nuclei(logits: Tensor, u: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     """Draw from whole rows of logits; every rank does the same work on the same numbers."""
-    peaks = logits.amax(dim=-1, keepdim=True).double()
+    peaks = logits.amax(dim=-1).double()
+    totals = _checked(_sum_blocks(logits, peaks, temperature).sum(dim=-1))
     tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
-    totals = torch.empty_like(u)
     for row in range(len(u)):
         weights = torch.exp((logits[row].double() - peaks[row]) / temperature)
-        totals[row] = _checked(weights.sum(dim=0, keepdim=True))[0]
-        ids = _find_nucleus(weights, top_p * totals[row])
+        ids = _find_nucleus(weights, totals[row], top_p)
         cdf = weights[ids].cumsum(dim=0)[None]
         tokens[row] = ids[_first_above(cdf, u[row] * cdf[:, -1])[0]]
-    chosen = logits.gather(1, tokens[:, None]).double()
-    return tokens, ((chosen - peaks) / temperature)[:, 0] - totals.log()
+    chosen = logits.gather(1, tokens[:, None])[:, 0].double()
+    return tokens, (chosen - peaks) / temperature - totals.log()
 
 
-def _find_nucleus(weights: Tensor, enough: Tensor) -> Tensor:
-    """Return, ascending, the ids of the smallest set by (-weight, id) whose `weights` [V] sum to `enough`."""
-    for k in (min(NUCLEUS_GUESS, len(weights)), len(weights)):
-        largest = weights.topk(k).values
-        cdf = largest.cumsum(dim=0)
-        if bool(cdf[-1] >= enough):
-            break
-    size = min(int(torch.searchsorted(cdf, enough)) + 1, len(largest))
-    threshold = largest[size - 1]
-    ids = (weights >= threshold).nonzero()[:, 0]
-    surplus = len(ids) - size
-    if surplus:
-        ties = (weights[ids] == threshold).nonzero()[:, 0]
-        keep = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        keep[ties[len(ties) - surplus :]] = False
-        ids = ids[keep]
-    return ids
+def _find_nucleus(weights: Tensor, total: Tensor, top_p: float) -> Tensor:
+    """Return, ascending, the ids of the smallest set by (-weight, id) with at least `top_p` of the `total` weight."""
+    # All ids below this weight together have less than 1 - top_p, so the set is among the others: few to sort.
+    candidates = (weights >= 0.5 * (1.0 - top_p) * total / len(weights)).nonzero()[:, 0]
+    falling, order = weights[candidates].sort(descending=True, stable=True)
+    size = int(torch.searchsorted(falling.cumsum(dim=0), top_p * total)) + 1
+    return candidates[order[:size]].sort().values

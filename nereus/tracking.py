@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic import BaseModel
+
 
 class Trackers:
     """The open trackers of one run; a context manager.
@@ -35,13 +37,13 @@ class Trackers:
         self.close()
 
 
-def open_trackers(names: Sequence[str], run_dir: str, config: Mapping[str, Any]) -> Trackers:
+def open_trackers(names: Sequence[str], run_dir: str, config: BaseModel) -> Trackers:
     """Start the named trackers of accelerate.
 
     Args:
         names: `tensorboard`, `wandb`.
         run_dir: of the run; its last part is the run's name. TensorBoard writes to `run_dir`/tensorboard, local or not.
-        config: the resolved config as plain values; stored as the run's settings.
+        config: the resolved run config, stored as the run's settings.
 
     Raises:
         ValueError: a tracker's package isn't installed.
@@ -56,7 +58,7 @@ def open_trackers(names: Sequence[str], run_dir: str, config: Mapping[str, Any])
     PartialState(cpu=True)
     installed = {str(name) for name in get_available_trackers()}
     run_name = os.path.basename(run_dir.rstrip("/"))
-    settings = flatten_settings(config)
+    settings = flatten_settings(config.model_dump(mode="json"))
     trackers = []
     for name in names:
         if name not in installed:

@@ -9,8 +9,7 @@ from nereus.tracking import flatten_numbers, open_trackers
 
 
 def test_tensorboard_gets_every_number_of_every_step(tmp_path: Path):
-    config = RunConfig().model_dump(mode="json")
-    with open_trackers(["tensorboard"], str(tmp_path), config) as trackers:
+    with open_trackers(["tensorboard"], str(tmp_path), RunConfig()) as trackers:
         for step in range(3):
             trackers.log(step, {"reward_mean": step / 4, "seconds": {"total": 2.0}, "rollouts_digest": "ab"})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -20,7 +19,7 @@ def test_tensorboard_gets_every_number_of_every_step(tmp_path: Path):
 
 
 def test_no_tracker_needs_no_package():
-    with open_trackers([], "runs/none", {}) as trackers:
+    with open_trackers([], "runs/none", RunConfig()) as trackers:
         trackers.log(0, {"reward_mean": 1.0})
 
 

@@ -74,7 +74,8 @@ class DecoderShard(nn.Module):
         super().__init__()
         check_layout(spec, layout)
         assert group.size == layout.tp and group.rank == layout.tp_rank(rank), (layout, rank, group.rank, group.size)
-        self.spec, self.layout, self.rank, self.group = spec, layout, rank, group
+        self.spec, self.layout, self.rank, self.group, self.dtype = spec, layout, rank, group, dtype
+        self.dtype = dtype
         stage = layout.stage(rank)
         self.is_first, self.is_last = stage == 0, stage == layout.pp - 1
         self.vocab_range = partition(spec.vocab, layout.tp)[layout.tp_rank(rank)]

@@ -32,6 +32,8 @@ from nereus.runtime.slots import Decode, Prefill, RequestQueue, SlotSchedule, wa
 
 # Most prompt tokens in one pass: bounds the activations of prefill.
 MAX_PREFILL_TOKENS = 2048
+# Tags of the two kinds of messages; within a kind they are read in the order of turns, which is that of sending.
+_HIDDEN, _DRAWN = 0, 1
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,10 @@ class _Generation:
         max_prefill_tokens: int,
     ) -> None:
         self.shard, self.requests, self.sampling, self.replica, self.tp = shard, requests, sampling, replica, tp
-        self.device = next(shard.parameters()).device
+        weight = next(iter(shard.parameters()))
+        self.device, self.dtype = weight.device, weight.dtype
         self.eos_ids = frozenset(sampling.eos_ids)
         self.responses = [Response(request.sample_id) for request in requests]
-        self.turn = 0
         queue = RequestQueue([len(request.prompt) for request in requests])
         self.waves = []
         for start, stop in wave_slots(len(requests), cache.num_slots, shard.layout.pp):
@@ -175,7 +177,6 @@ class _Generation:
                     waves.remove(wave)
                     continue
                 self._compute(wave, work)
-                self.turn += 1
         return self.responses
 
     def _compute(self, wave: _Wave, work: Prefill | Decode) -> None:
@@ -192,12 +193,12 @@ class _Generation:
         if self.shard.is_last:
             values = self._draw(hidden, noise)
             below = range(layout.tp_rank(rank), rank, layout.tp)
-            pending = [self.replica.send(values, peer, 2 * self.turn + 1) for peer in below]
+            pending = [self.replica.send(values, peer, _DRAWN) for peer in below]
         else:
             last = (layout.pp - 1) * layout.tp + layout.tp_rank(rank)
             values = torch.empty(2, num_rows, dtype=torch.float64, device=self.device)
-            pending = [self.replica.send(hidden.contiguous(), rank + layout.tp, 2 * self.turn)]
-            pending.append(self.replica.recv(values, last, 2 * self.turn + 1))
+            pending = [self.replica.send(hidden.contiguous(), rank + layout.tp, _HIDDEN)]
+            pending.append(self.replica.recv(values, last, _DRAWN))
         wave.outcome = _Outcome(work, values, pending)
 
     def _prefill(self, wave: _Wave, work: Prefill) -> Tensor:
@@ -232,8 +233,8 @@ class _Generation:
         return self.shard.decode(x, wave.positions[: work.num_rows], wave.cache)
 
     def _receive(self, num_rows: int) -> Tensor:
-        hidden = torch.empty(num_rows, self.shard.spec.hidden, dtype=self.shard.dtype, device=self.device)
-        self.replica.recv(hidden, self.shard.rank - self.shard.layout.tp, 2 * self.turn).wait()
+        hidden = torch.empty(num_rows, self.shard.spec.hidden, dtype=self.dtype, device=self.device)
+        self.replica.recv(hidden, self.shard.rank - self.shard.layout.tp, _HIDDEN).wait()
         return hidden
 
     def _draw(self, hidden: Tensor, noise: Tensor) -> Tensor:

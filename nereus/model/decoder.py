@@ -139,7 +139,7 @@ class DecoderShard(nn.Module):
                 hidden = layer(hidden, run)
         return self.norm(hidden) if self.is_last else hidden
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, x: Tensor, positions: Tensor, cache: KvCache) -> Tensor:
         """Return hidden states [n, hidden] of one new token for each of the first n slots.
 

@@ -47,7 +47,7 @@ def _cut(outputs: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[np.
     return pieces
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def infer_logprobs(shard: DecoderShard, links: Links, work: InferenceWork, temperature: float) -> list[np.ndarray]:
     """Return per sample the log-probs [R] (float64 array) of its response tokens; [] off the last stage."""
 
@@ -60,7 +60,7 @@ def infer_logprobs(shard: DecoderShard, links: Links, work: InferenceWork, tempe
     return work.in_order(_cut(outputs, [p.responses for p in packed])) if links.is_last else []
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def infer_values(shard: DecoderShard, links: Links, work: InferenceWork) -> list[np.ndarray]:
     """Return per sample the values [R] (float64 array) before each response token; [] off the last stage."""
 
@@ -72,7 +72,7 @@ def infer_values(shard: DecoderShard, links: Links, work: InferenceWork) -> list
     return work.in_order(_cut(outputs, [p.responses for p in packed])) if links.is_last else []
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def infer_scores(shard: DecoderShard, links: Links, work: InferenceWork) -> list[np.ndarray]:
     """Return per sample its reward score [1] (float64 array), read at its last token; [] off the last stage."""
 

@@ -11,7 +11,8 @@ from nereus.cluster import local_cluster
 from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
 from nereus.cost.memory import Workload, check_memory
 from nereus.data import PromptTokens, encode_prompts, read_prompts
-from nereus.model.checkpoint import check_checkpoint, read_eos_ids, read_spec
+from nereus.model.checkpoint import check_checkpoint, read_spec
+from nereus.model.tokens import read_eos_ids
 from nereus.model.spec import Head, ModelSpec
 from nereus.plan import Plan
 from nereus.planner import plan_auto, resolve_plan

@@ -33,7 +33,7 @@ def run_forward(
     micro_batches: Sequence[PackedSamples],
     head: Callable[[Tensor, PackedSamples], Tensor],
 ) -> list[Tensor]:
-    """Run forward passes without gradients; the last stage returns `head(hidden, packed)` per micro-batch, others []."""
+    """Run forward passes without gradients; the last stage returns `head(hidden, packed)` per micro-batch."""
     outputs: list[Tensor] = []
     in_flight: deque[tuple[Pending, Tensor]] = deque()
     for index, packed in enumerate(micro_batches):

@@ -133,8 +133,8 @@ class Rank:
         unit = self.units["actor.generation"]
         if unit.policy_version != work.policy_version:
             raise RuntimeError(
-                f"actor.generation holds policy version {unit.policy_version}, but {work.policy_version} was asked for; "
-                "sync the weights first."
+                f"actor.generation holds policy version {unit.policy_version}, but {work.policy_version} was "
+                "asked for; sync the weights first."
             )
         shard = unit.shard
         cache = KvCache(
@@ -184,6 +184,15 @@ class Rank:
         return write_slices(
             plan, ((v.slice, v.of(masters[v.parameter])) for v in unit.shard.views() if v.slice in owned)
         )
+
+    def release(self) -> None:
+        """Drop all model-stages and their communicators; the worker lives on."""
+        for unit in self.units.values():
+            unit.links.close()
+        self.units.clear()
+        if self._sync is not None:
+            self._sync[1].close()
+            self._sync = None
 
     def read_parameters(self, model_stage: str) -> list[tuple[Sequence[int], str, np.ndarray]]:
         """Return this rank's owned master slices as (starts, name, array); for tests and tools, never on a hot path."""

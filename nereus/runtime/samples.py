@@ -62,8 +62,11 @@ class PackedSamples:
 def pack_samples(samples: Sequence[Sample], *, dtype: torch.dtype, device: torch.device) -> PackedSamples:
     """Lay samples end to end; columns are cast to `dtype`."""
     lengths = tuple(len(s.tokens) - 1 for s in samples)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    rows = [np.arange(start + s.prompt_tokens - 1, start + len(s.tokens) - 1) for start, s in zip(starts, samples)]
+    starts = np.cumsum((0, *lengths[:-1]))
+    rows = [
+        np.arange(start + s.prompt_tokens - 1, start + len(s.tokens) - 1)
+        for start, s in zip(starts, samples, strict=True)
+    ]
     targets = [s.tokens[s.prompt_tokens :] for s in samples]
     names = samples[0].columns.keys()
     columns = {name: np.concatenate([s.columns[name] for s in samples]) for name in names}

@@ -6,6 +6,7 @@ generate -> score | infer_reference | infer_logprobs | infer_values -> estimate_
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ from nereus.runtime.training import LossSettings, OptimizerSettings, TrainingSta
 from nereus.tracking import Trackers, open_trackers
 
 _open_sessions: dict[str, Session] = {}
+# Epochs count attempts to connect a set of communicators; a number never returns in this process.
+_epochs = itertools.count()
 
 
 def find_session(run_id: str) -> Session:
@@ -47,7 +50,7 @@ def find_session(run_id: str) -> Session:
 class Session:
     """Everything that a running job holds; a context manager, so that every way out frees the workers."""
 
-    def __init__(self, job: Job, run_dir: RunDir, *, run_id: str) -> None:
+    def __init__(self, job: Job, run_dir: RunDir, *, run_id: str, engine: Engine | None = None) -> None:
         config = job.config
         self.job = job
         self.config = config
@@ -55,7 +58,6 @@ class Session:
         self.run_dir = run_dir.url
         self.steps = range(config.steps)
         self.plan: Plan = job.plan
-        self.epoch = 0  # counts attempts at a set of communicators, never returns
         self.policy_version = 0
         self.kl = KlController(
             coef=config.ppo.kl_coef,
@@ -68,19 +70,18 @@ class Session:
         self._clock = StepClock()
         self._stats: dict[str, list[TrainingStats]] = {}
         self._step_policy_version = 0
-        self._engine: Engine = LocalEngine(
-            "nereus.runtime.rank:Rank",
-            device=config.cluster.device,
-            threads_per_device=config.cluster.threads_per_device,
-            memory_per_device_bytes=config.cluster.memory_per_device,
-        )
+        self._owns_engine = engine is None
+        self._engine = engine or make_engine(config)
         self._reward_pool: RewardPool | None = None
         self._trackers: Trackers | None = None
         self._closed = threading.Lock()
 
     @classmethod
-    def open(cls, config: RunConfig, *, run_id: str) -> Self:
+    def open(cls, config: RunConfig, *, run_id: str, engine: Engine | None = None) -> Self:
         """Check everything at the door, then start the workers, build all model-stages and load their weights.
+
+        Args:
+            engine: running workers to use; they outlive the session. Without it the session has workers of its own.
 
         Raises:
             ValueError: the config can't run; raised before any worker starts.
@@ -88,7 +89,7 @@ class Session:
         """
         job = prepare_job(config)
         run_dir = RunDir.create(config.run_dir or os.path.join("runs", run_id), config)
-        session = cls(job, run_dir, run_id=run_id)
+        session = cls(job, run_dir, run_id=run_id, engine=engine)
         try:
             session._start()
         except BaseException:
@@ -109,7 +110,10 @@ class Session:
         """Free workers, reward processes and trackers; may be called twice."""
         _open_sessions.pop(self.run_id, None)
         with self._closed:
-            self._engine.close()
+            if self._owns_engine:
+                self._engine.close()
+            elif self._engine.broken is None:
+                self._run("session", "release", {device: {} for device in self.plan.devices}, None)
             if self._reward_pool is not None:
                 self._reward_pool.close()
             if self._trackers is not None:
@@ -123,22 +127,24 @@ class Session:
             )
             self._reward_pool.__enter__()
         self._trackers = open_trackers(config.tracking, self.run_dir, config)
-        self._engine.start(self.plan.devices)
+        if self._owns_engine:
+            self._engine.start(self.plan.devices)
+        epoch = next(_epochs)
         for name in self.plan:
-            order = self._build_order(name)
+            order = self._build_order(name, epoch)
             self._run(name, "build", {device: {"order": order} for device in self.plan[name].devices}, None)
         training, generation = self.plan["actor.training"], self.plan["actor.generation"]
         devices = sorted({*training.devices, *generation.devices})
-        link = {"epoch": self.epoch, "training": training, "generation": generation}
+        link = {"epoch": epoch, "training": training, "generation": generation}
         self._run("actor.generation", "connect_sync", dict.fromkeys(devices, link), None)
         self._sync(None)
 
-    def _build_order(self, name: str) -> BuildOrder:
+    def _build_order(self, name: str, epoch: int) -> BuildOrder:
         config, ppo = self.config, self.config.ppo
         return BuildOrder(
             model_stage=name,
             plan=self.plan[name],
-            epoch=self.epoch,
+            epoch=epoch,
             source=self.job.sources[name],
             dtype=getattr(torch, config.precision),
             optimizer=OptimizerSettings(ppo.betas, ppo.eps, ppo.weight_decay, ppo.grad_clip),
@@ -334,6 +340,16 @@ class Session:
         if self._rollouts is None:
             raise RuntimeError("no rollouts: `generate` opens a step.")
         return self._rollouts
+
+
+def make_engine(config: RunConfig) -> Engine:
+    """Return the engine that a config asks for, without workers yet."""
+    return LocalEngine(
+        "nereus.runtime.rank:Rank",
+        device=config.cluster.device,
+        threads_per_device=config.cluster.threads_per_device,
+        memory_per_device_bytes=config.cluster.memory_per_device,
+    )
 
 
 def retokenize(tokenizer: Any, prompt: str, response: str) -> Sample:

@@ -1,0 +1,1 @@
+"""Runtime room: worker processes, engines and communicators, and what runs inside the workers."""

@@ -1,0 +1,244 @@
+"""Communication inside one group of ranks: the only door to shared memory, gloo and NCCL.
+
+A communicator is made per group and per epoch from a store in the driver, in running processes. No wait ever hangs:
+each polls the abort flag, and on one host also whether the peers are alive.
+
+| ranks | way | order of sums |
+|---|---|---|
+| one | nothing | - |
+| CPU, one host, x86-64 | shared memory (`shared_reduce`, `mailbox`) | rank order |
+| CPU otherwise | gloo's send and receive (`process_group`) | rank order |
+| CUDA | NCCL (`process_group`) | NCCL's |
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import distributed
+
+from nereus.runtime.mailbox import Mailbox, mailbox_bytes
+from nereus.runtime.process_group import GlooGroup, NcclGroup
+from nereus.runtime.shared_reduce import SharedCollectives, SharedSegment, shared_memory_is_ordered
+from nereus.runtime.waiting import AbortFlag, CommunicatorAborted, CommunicatorError, PeerWatch, wait_until
+
+__all__ = ["AbortFlag", "Communicator", "CommunicatorAborted", "CommunicatorError", "Pending"]
+
+# A member may come late because it still works on a long stage; a dead one is found by the engine, which aborts.
+_RENDEZVOUS_TIMEOUT_S = 600.0
+
+
+class Pending:
+    """A transfer that was started; its tensor must be left alone until `wait` returns."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
+
+    def wait(self) -> None:
+        """Return when the tensor may be used again; a second call does nothing.
+
+        Raises:
+            CommunicatorAborted: the abort flag was set.
+            CommunicatorError: the peer is gone, or sent another number of bytes.
+        """
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+
+class _Group(Protocol):
+    def barrier(self) -> None: ...
+    def all_reduce(self, flat: torch.Tensor, op: str) -> None: ...
+    def broadcast(self, flat: torch.Tensor, src: int) -> None: ...
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]: ...
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Callable[[], None]: ...
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Callable[[], None]: ...
+    def close(self) -> None: ...
+
+
+class Communicator:
+    """One rank's end of a group; all ranks call the same collectives in the same order, from one thread each.
+
+    Attributes:
+        rank, size: this rank and the number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int, group: _Group | None, watch: PeerWatch) -> None:
+        assert (group is None) == (size == 1)
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._watch = watch
+
+    @classmethod
+    def connect(
+        cls,
+        *,
+        store_address: tuple[str, int],
+        name: str,
+        epoch: int,
+        rank: int,
+        size: int,
+        torch_device: torch.device,
+        abort: AbortFlag,
+        same_host: bool = True,
+    ) -> "Communicator":
+        """Join the group `name` as one of `size` ranks; returns when all have joined.
+
+        Args:
+            store_address: host and port of the driver's TCPStore.
+            name: the group's name, the same on all its ranks.
+            epoch: counts attempts; a pair of name and epoch is never used twice.
+            rank: 0 <= rank < size.
+            size: number of ranks.
+            torch_device: where the tensors live.
+            abort: ends every wait once set.
+            same_host: all ranks run on one host and see each other's processes.
+
+        Raises:
+            CommunicatorAborted: the abort flag was set before all had joined.
+            CommunicatorError: a rank didn't come, or ended meanwhile.
+        """
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        watch = PeerWatch(abort)
+        if size == 1:
+            return cls(rank, size, None, watch)
+        client = distributed.TCPStore(*store_address, is_master=False, wait_for_workers=False)
+        store = distributed.PrefixStore(f"{name}/{epoch}", client)
+        on_shared_memory = torch_device.type == "cpu" and same_host and shared_memory_is_ordered()
+        group: _Group
+        if on_shared_memory:
+            group = _SharedGroup(store, rank, size, watch)
+        else:
+            _meet_in_store(store, rank, size, {}, watch)  # their constructors block without a look at the abort flag
+            if torch_device.type == "cuda":
+                group = NcclGroup(store, rank, size, torch_device, watch)
+            else:
+                group = GlooGroup(store, rank, size, watch)
+        return cls(rank, size, group, watch)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> None:
+        """Reduce a contiguous tensor in place over all ranks, on the CPU in rank order and so bitwise reproducibly.
+
+        Any shape, the same on all ranks; float and integer dtypes, bfloat16 (summed in float32) included.
+
+        Raises:
+            CommunicatorAborted: the abort flag was set.
+            CommunicatorError: a peer is gone, or is in another operation.
+        """
+        assert op in ("sum", "max"), op
+        group, flat = self._begin(tensor)
+        if group is not None and flat.numel():
+            group.all_reduce(flat.view(-1), op)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the contiguous tensors of all ranks in rank order, as new tensors; dim 0 may differ in size.
+
+        Raises:
+            CommunicatorAborted: the abort flag was set.
+            CommunicatorError: a peer is gone, or is in another operation.
+        """
+        group, tensor = self._begin(tensor)
+        return [tensor.clone()] if group is None else group.all_gather(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Copy the contiguous tensor of rank `src` into that of every rank; same shape and dtype on all.
+
+        Raises:
+            CommunicatorAborted: the abort flag was set.
+            CommunicatorError: a peer is gone, or is in another operation.
+        """
+        assert 0 <= src < self.size, src
+        group, flat = self._begin(tensor)
+        if group is not None and flat.numel():
+            group.broadcast(flat.view(-1), src)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Pending:
+        """Start to send a contiguous tensor; messages of one pair and tag arrive in order.
+
+        On shared memory the tensor may be changed at once; `wait` then returns when the receiver has it, which bounds
+        the memory that messages under way take.
+        """
+        assert dst != self.rank and 0 <= dst < self.size, dst
+        group, tensor = self._begin(tensor)
+        assert group is not None
+        return Pending(group.send(tensor, dst, tag))
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Pending:
+        """Start to receive into a contiguous tensor; matches sends of the same pair and tag in the order of calls."""
+        assert src != self.rank and 0 <= src < self.size, src
+        group, tensor = self._begin(tensor)
+        assert group is not None
+        return Pending(group.recv(tensor, src, tag))
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            CommunicatorAborted: the abort flag was set.
+            CommunicatorError: a peer is gone, or is in another operation.
+        """
+        if self.size > 1:
+            self._live_group().barrier()
+
+    def close(self) -> None:
+        """Leave the group; may be called twice, and by each rank at its own time once all transfers are over."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+            self._watch.close()
+
+    def _begin(self, tensor: torch.Tensor) -> tuple[_Group | None, torch.Tensor]:
+        assert tensor.is_contiguous(), "communicators move contiguous tensors only"
+        if self.size == 1:
+            return None, tensor
+        return self._live_group(), tensor.detach()
+
+    def _live_group(self) -> _Group:
+        assert self._group is not None, "the communicator is closed"
+        if self._watch.abort.is_set():
+            raise CommunicatorAborted("the command was aborted")
+        return self._group
+
+
+class _SharedGroup(SharedCollectives):
+    """Ranks of one host: collectives and messages over one shared segment."""
+
+    def __init__(self, store: distributed.Store, rank: int, size: int, watch: PeerWatch) -> None:
+        letters_bytes = mailbox_bytes(size)
+        own = SharedSegment.create(size, letters_bytes) if rank == 0 else None
+        card = {"pid": os.getpid(), "descriptor": own.descriptor if own else None}
+        cards = _meet_in_store(store, rank, size, card, watch)
+        pids = [int(member["pid"]) for member in cards]
+        watch.add_peers({peer: pid for peer, pid in enumerate(pids) if peer != rank})
+        segment = own or SharedSegment.open(pids[0], int(cards[0]["descriptor"]), size, letters_bytes)
+        super().__init__(segment, rank, size, watch)
+        self.barrier()  # all have attached
+        segment.close_descriptor()
+        self._mailbox = Mailbox(segment, rank, size, pids, watch)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Callable[[], None]:
+        """Put the tensor into the mailbox; the returned function waits until it was read."""
+        letter = self._mailbox.post(tensor, dst, tag)
+        return lambda: self._mailbox.wait_read(letter)
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Callable[[], None]:
+        """Register for the next message; the returned function waits for it and copies it."""
+        number = self._mailbox.expect(src, tag)
+        return lambda: self._mailbox.fetch(tensor, src, tag, number)
+
+    def close(self) -> None:
+        """Let go of the shared memory; it is freed when the last rank has done so."""
+        self._mailbox.close()
+
+
+def _meet_in_store(
+    store: distributed.Store, rank: int, size: int, card: Mapping[str, int | None], watch: PeerWatch
+) -> list[dict[str, int]]:
+    """Leave this rank's card in the store, wait for those of all ranks, and return them in rank order."""
+    store.set(f"member/{rank}", json.dumps(card))
+    keys = [f"member/{peer}" for peer in range(size)]
+    wait_until(lambda: store.check(keys), watch, timeout_s=_RENDEZVOUS_TIMEOUT_S)
+    return [json.loads(store.get(key)) for key in keys]

@@ -1,0 +1,231 @@
+"""The interface behind which worker processes live, and the one way to run a command on several of them.
+
+An engine has one worker process a device. A command names a method of the service inside the workers and the devices
+it runs on; it takes all of them at once, so commands on overlapping devices can't deadlock. When one of its workers
+fails, the others would wait for it in a communicator: `run_command` finds the root cause, frees the rest and raises.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+# Peers of a dead worker see a closed connection some milliseconds before its exit is reported.
+_ROOT_CAUSE_GRACE_S = 3.0
+
+
+class WorkerLost(RuntimeError):
+    """The worker of a device ended or hung; `reason` reads like "exited with signal 9 (SIGKILL)"."""
+
+    def __init__(self, device: int, reason: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(f"device {device} was lost ({reason})")
+        self.device = device
+        self.reason = reason
+        self.out_of_memory = out_of_memory
+
+
+class CommandFailed(RuntimeError):
+    """A command raised in the worker of a device; the worker lives on.
+
+    Attributes:
+        error_type: the exception's class name.
+        message: its text.
+        traceback: the worker's formatted traceback.
+        out_of_memory: the allocator (or the operating system) refused memory.
+        consequence: the error only says that a peer was gone or that the command was aborted.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        error_type: str,
+        message: str,
+        traceback: str,
+        *,
+        out_of_memory: bool = False,
+        consequence: bool = False,
+    ) -> None:
+        super().__init__(f"device {device} failed: {error_type}: {message}")
+        self.device = device
+        self.error_type = error_type
+        self.message = message
+        self.traceback = traceback
+        self.out_of_memory = out_of_memory
+        self.consequence = consequence
+
+
+class CommandError(RuntimeError):
+    """What callers of `run_command` see: one sentence with device, label and step; the root cause is `__cause__`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        label: str,
+        device: int | None = None,
+        step: int | None = None,
+        out_of_memory: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.device = device
+        self.label = label
+        self.step = step
+        self.out_of_memory = out_of_memory
+
+
+class Engine(ABC):
+    """One worker process a device; a context manager, so that every way out frees the workers.
+
+    Attributes:
+        store_address: host and port of a TCPStore that lives in the driver as long as the engine.
+        broken: why no further command is accepted, or None.
+    """
+
+    store_address: tuple[str, int]
+
+    def __init__(self) -> None:
+        self.broken: str | None = None
+        self._locks: dict[int, threading.Lock] = {}
+        self._state_lock = threading.Lock()
+
+    @abstractmethod
+    def start(self, device_ids: Sequence[int]) -> None:
+        """Start the workers of these devices and wait until each has made its service."""
+
+    @abstractmethod
+    def release(self, device_ids: Collection[int]) -> None:
+        """Stop the workers of these devices; the others go on."""
+
+    @abstractmethod
+    def submit(self, device: int, method: str, /, **kwargs: Any) -> Future:
+        """Send one command; the future ends with its result, `CommandFailed` or `WorkerLost`."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Set the abort flag in all workers: every wait of a communicator raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop all workers and free everything; may be called twice."""
+
+    def mark_broken(self, reason: str) -> None:
+        """Refuse all further commands and wake every worker that waits for a peer."""
+        with self._state_lock:
+            if self.broken is not None:
+                return
+            self.broken = reason
+        self.abort()
+
+    @contextmanager
+    def devices_locked(self, device_ids: Collection[int]) -> Iterator[None]:
+        """Hold these devices for one command; taken in ascending order, so that holders can't wait in a circle."""
+        with self._state_lock:
+            locks = [self._locks.setdefault(device, threading.Lock()) for device in sorted(device_ids)]
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def run_command(
+    engine: Engine,
+    method: str,
+    kwargs_by_device: Mapping[int, Mapping[str, Any]],
+    *,
+    label: str,
+    step: int | None,
+    timeout_s: float | None = None,
+) -> dict[int, Any]:
+    """Run one method on several devices at the same time and return each device's result.
+
+    Args:
+        engine: holds the workers.
+        method: name of a method of the workers' service.
+        kwargs_by_device: the method's arguments for each device that takes part.
+        label: what the command does, for messages; a model-stage such as "actor.training".
+        step: the PPO step it belongs to, if any.
+        timeout_s: seconds after which the command counts as failed; None waits for as long as the workers are alive.
+
+    Raises:
+        CommandError: a worker failed or was lost, or time ran out; the engine is broken from then on.
+    """
+    where = label if step is None else f"{label}, step {step}"
+    with engine.devices_locked(kwargs_by_device.keys()):
+        if engine.broken is not None:
+            raise CommandError(f"{where} was refused: the engine is broken: {engine.broken}", label=label, step=step)
+        try:
+            futures = {device: engine.submit(device, method, **kwargs) for device, kwargs in kwargs_by_device.items()}
+            done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
+            if not pending and not any(future.exception() for future in done):
+                return {device: future.result() for device, future in futures.items()}
+            cause = _find_root_cause(engine, futures)
+        except BaseException:
+            engine.mark_broken(f"{where} was interrupted")  # no worker stays blocked behind a Ctrl-C
+            raise
+        error = _describe_failure(cause, futures, where, label, step, timeout_s)
+        earlier = engine.broken
+        engine.mark_broken(str(error))
+        if earlier is not None and cause is not None and _is_consequence(cause):
+            raise CommandError(f"{where} was stopped: {earlier}", label=label, step=step) from cause
+        raise error from cause
+
+
+def _find_root_cause(engine: Engine, futures: Mapping[int, Future]) -> WorkerLost | CommandFailed | None:
+    """Return the failure that explains the others, or None where there is none yet.
+
+    A lost worker wins over everything, an error of a worker's own over errors about peers; for either to be reported
+    it waits some seconds, since peers may notice a death before the driver does.
+    """
+    deadline = time.monotonic() + _ROOT_CAUSE_GRACE_S
+    while True:
+        failures = [error for device in sorted(futures) if (error := _failure_of(futures[device])) is not None]
+        if not failures:
+            return None
+        failures.sort(key=lambda error: (not isinstance(error, WorkerLost), _is_consequence(error)))
+        pending = [future for future in futures.values() if not future.done()]
+        finished = not pending or engine.broken is not None or time.monotonic() > deadline
+        if finished or not _is_consequence(failures[0]):
+            return failures[0]
+        wait(pending, timeout=0.05, return_when=FIRST_EXCEPTION)
+
+
+def _failure_of(future: Future) -> WorkerLost | CommandFailed | None:
+    error = future.exception() if future.done() else None
+    assert error is None or isinstance(error, WorkerLost | CommandFailed), f"engine failed with {error!r}"
+    return error
+
+
+def _is_consequence(error: WorkerLost | CommandFailed) -> bool:
+    return isinstance(error, CommandFailed) and error.consequence
+
+
+def _describe_failure(
+    cause: WorkerLost | CommandFailed | None,
+    futures: Mapping[int, Future],
+    where: str,
+    label: str,
+    step: int | None,
+    timeout_s: float | None,
+) -> CommandError:
+    if cause is None:
+        late = ", ".join(str(device) for device, future in sorted(futures.items()) if not future.done())
+        return CommandError(f"{where} did not finish within {timeout_s:g} s on device {late}", label=label, step=step)
+    if isinstance(cause, WorkerLost):
+        text = f"device {cause.device} was lost ({cause.reason}) during {where}"
+    else:
+        first_line = cause.message.strip().partition("\n")[0]
+        verb = "ran out of memory" if cause.out_of_memory else "failed"
+        text = f"device {cause.device} {verb} during {where}: {cause.error_type}: {first_line}"
+    return CommandError(text, device=cause.device, label=label, step=step, out_of_memory=cause.out_of_memory)

@@ -1,0 +1,265 @@
+"""A worker process: runs commands in order on one service object, with its memory counted and its death noticed.
+
+The main thread runs commands; one thread reads the driver's messages (commands, abort, exit; an end of file means that
+the driver is gone: the process ends at once); one thread sends a beat every `heartbeat_s`, even during a long command.
+"""
+
+import errno
+import importlib
+import os
+import queue
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nereus.runtime.messages import MessageStream
+from nereus.runtime.waiting import CommunicatorError
+
+# A command in flight when the worker is told to exit gets this long to notice the abort flag.
+_EXIT_GRACE_S = 1.0
+_CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What all workers of an engine share; travels as JSON from the driver to the nursery."""
+
+    service: str
+    device_type: str
+    threads: int
+    memory_bytes: int | None
+    heartbeat_s: float
+    log_dir: str | None
+    store_address: tuple[str, int]
+
+
+@dataclass
+class WorkerContext:
+    """What a service is made with.
+
+    Attributes:
+        device: the device's id.
+        torch_device: where its tensors live.
+        store_address: host and port of the driver's TCPStore, for communicators.
+        abort: set when every wait for peers must end.
+        threads: torch threads of this worker.
+        baseline_rss_bytes: resident bytes before the first tensor.
+    """
+
+    device: int
+    torch_device: torch.device
+    store_address: tuple[str, int]
+    abort: threading.Event
+    threads: int
+    baseline_rss_bytes: int = 0
+    _file_backed_bytes: int = field(default=0, repr=False)
+    _baseline_file_backed_bytes: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        self.baseline_rss_bytes = self.baseline_rss_bytes or rss_bytes()
+        self._baseline_file_backed_bytes = self._file_backed_bytes = _read_status_bytes("RssFile")
+
+    def reset_peak_memory(self) -> None:
+        """Begin a new measurement of `peak_memory_bytes`."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            return
+        reset_peak_rss()
+        self._file_backed_bytes = _read_status_bytes("RssFile")
+
+    def peak_memory_bytes(self) -> int:
+        """Return the most bytes held since the last reset (or the start).
+
+        On the CPU: peak RSS above the baseline, touched shared memory included. Pages of libraries that were first
+        used between the start and the last reset are no data and don't count. On CUDA: the allocator's statistics.
+        """
+        if self.torch_device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        library_bytes = max(0, self._file_backed_bytes - self._baseline_file_backed_bytes)
+        return max(0, peak_rss_bytes() - self.baseline_rss_bytes - library_bytes)
+
+
+def rss_bytes() -> int:
+    """Return the resident bytes of this process now, touched shared memory included."""
+    return _read_status_bytes("VmRSS")
+
+
+def peak_rss_bytes() -> int:
+    """Return the most resident bytes since `reset_peak_rss` (or the process's start)."""
+    return _read_status_bytes("VmHWM")
+
+
+def reset_peak_rss() -> None:
+    """Set the peak to the resident bytes of now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocator or the operating system refused memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_ALLOCATOR_ERRORS)
+
+
+def load_service(path: str) -> type:
+    """Import `package.module:Class` and return the class.
+
+    Raises:
+        ValueError: the path has no colon.
+    """
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise ValueError(f"service is {path!r}; write it as package.module:Class.")
+    return getattr(importlib.import_module(module), name)
+
+
+def run_worker(
+    connection: socket.socket, settings: WorkerSettings, service: type, device: int, cores: list[int] | None
+) -> None:
+    """Be the worker of `device` until the driver says exit or is gone; never returns."""
+    code = 1
+    try:
+        _set_up_process(settings, device, cores)
+        _Worker(MessageStream(connection), settings, service, device).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the nursery's exit handlers aren't ours
+
+
+class _Worker:
+    """The three threads of a worker around one service."""
+
+    def __init__(self, stream: MessageStream, settings: WorkerSettings, service: type, device: int) -> None:
+        self._stream = stream
+        self._settings = settings
+        self._service_class = service
+        self._device = device
+        self._abort = threading.Event()
+        self._finished = threading.Event()
+        self._commands: queue.SimpleQueue[tuple[int, str, dict[str, Any]] | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Make the service, then run commands until told to exit."""
+        for target in (self._receive, self._beat):
+            threading.Thread(target=target, daemon=True).start()
+        try:
+            service = self._service_class(self._make_context())
+        except Exception as error:
+            self._stream.send(("failed", 0, _describe_error(error)))
+            return
+        self._stream.send(("ready", os.getpid()))
+        while (command := self._commands.get()) is not None:
+            self._run_command(service, *command)
+        if callable(close := getattr(service, "close", None)):
+            close()
+        self._finished.set()
+
+    def _make_context(self) -> WorkerContext:
+        on_cuda = self._settings.device_type == "cuda"
+        torch_device = torch.device("cuda", self._device) if on_cuda else torch.device(self._settings.device_type)
+        if on_cuda:
+            torch.cuda.set_device(torch_device)
+        context = WorkerContext(
+            self._device, torch_device, self._settings.store_address, self._abort, self._settings.threads
+        )
+        if self._settings.memory_bytes is not None and not on_cuda:
+            limit = _read_status_bytes("VmData") + self._settings.memory_bytes
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        return context
+
+    def _run_command(self, service: object, number: int, method: str, kwargs: dict[str, Any]) -> None:
+        try:
+            self._stream.send(("result", number, getattr(service, method)(**kwargs)))
+        except Exception as error:  # also of a result that can't be pickled: that fails before anything is sent
+            self._stream.send(("failed", number, _describe_error(error)))
+
+    def _receive(self) -> None:
+        """Take the driver's messages; its end of file ends this process, whatever it does."""
+        try:
+            while True:
+                kind, *rest = self._stream.receive()
+                if kind == "command":
+                    self._commands.put(tuple(rest))  # type: ignore[arg-type]
+                elif kind == "abort":
+                    self._abort.set()
+                elif kind == "exit":
+                    break
+        except EOFError:
+            os._exit(1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        self._abort.set()
+        self._commands.put(None)
+        if not self._finished.wait(_EXIT_GRACE_S):
+            os._exit(0)
+
+    def _beat(self) -> None:
+        """Tell the driver that this process runs; end with the nursery, should the socket outlive the driver."""
+        nursery = os.getppid()
+        while os.getppid() == nursery:
+            try:
+                self._stream.send(("beat", rss_bytes()))
+            except OSError:
+                break
+            time.sleep(self._settings.heartbeat_s)
+        os._exit(1)
+
+
+def _set_up_process(settings: WorkerSettings, device: int, cores: list[int] | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group; the driver decides
+    signal.signal(signal.SIGTERM, _end_process)
+    if settings.log_dir is not None:
+        log = os.open(f"{settings.log_dir}/device-{device}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(settings.threads)
+
+
+def _end_process(signal_number: int, frame: FrameType | None) -> None:
+    """End by the signal itself, so that the exit status names it."""
+    signal.signal(signal_number, signal.SIG_DFL)
+    os.kill(os.getpid(), signal_number)
+
+
+def _describe_error(error: Exception) -> dict[str, Any]:
+    """Return what `CommandFailed` is made of."""
+    chain, link = [], error
+    while isinstance(link, BaseException) and link not in chain:
+        chain.append(link)
+        link = link.__cause__  # type: ignore[assignment]
+    return {
+        "error_type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "out_of_memory": any(is_out_of_memory(part) for part in chain),
+        "consequence": any(isinstance(part, CommunicatorError) for part in chain),
+    }
+
+
+def _read_status_bytes(key: str) -> int:
+    """Return a field of /proc/self/status in bytes."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    raise KeyError(key)

@@ -1,0 +1,227 @@
+"""Services that the workers of the runtime's tests run."""
+
+import mmap
+import os
+import time
+from typing import Any
+
+import torch
+
+from nereus.runtime.communicator import Communicator
+from nereus.runtime.worker import WorkerContext
+
+
+class PlainService:
+    """Commands that need no peers."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.kept: list[torch.Tensor] = []
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the worker was made with."""
+        return {
+            "device": self.context.device,
+            "torch_device": str(self.context.torch_device),
+            "threads": torch.get_num_threads(),
+            "cores": os.sched_getaffinity(0),
+            "huge_pages": os.environ["THP_MEM_ALLOC_ENABLE"],
+        }
+
+    def echo(self, value: Any) -> Any:
+        """Return the argument."""
+        return value
+
+    def nap(self, seconds: float) -> int:
+        """Sleep."""
+        time.sleep(seconds)
+        return self.context.device
+
+    def fail(self, message: str) -> None:
+        """Raise an error with a cause."""
+        raise ValueError(message) from KeyError("the cause")
+
+    def end(self, code: int) -> None:
+        """End the process in mid-command."""
+        os._exit(code)
+
+    def unpicklable(self) -> Any:
+        """Return what no message can carry."""
+        return lambda: None
+
+    def allocate(self, num_bytes: int) -> int:
+        """Touch and keep a tensor; return the peak memory."""
+        self.kept.append(torch.ones(num_bytes, dtype=torch.uint8))
+        return self.context.peak_memory_bytes()
+
+    def measure(self, num_bytes: int) -> tuple[int, int, int]:
+        """Return the peak at first, with a tensor and as much shared memory, and after both are gone and a reset."""
+        self.context.reset_peak_memory()
+        before = self.context.peak_memory_bytes()
+        tensor = torch.ones(num_bytes, dtype=torch.uint8)
+        shared = mmap.mmap(-1, num_bytes)
+        shared[:] = b"1" * num_bytes
+        during = self.context.peak_memory_bytes()
+        del tensor
+        shared.close()
+        self.context.reset_peak_memory()
+        return before, during, self.context.peak_memory_bytes()
+
+
+class FailingService:
+    """A service that can't be made."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        raise ValueError(f"no service on device {context.device}")
+
+
+class GroupService:
+    """Commands of one group of workers; `connect` first."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.communicator: Communicator | None = None
+
+    def connect(self, devices: list[int], epoch: int, same_host: bool) -> tuple[int, int]:
+        """Make the group's communicator, in place of the last one."""
+        if self.communicator is not None:
+            self.communicator.close()
+        self.communicator = Communicator.connect(
+            store_address=self.context.store_address,
+            name="test",
+            epoch=epoch,
+            rank=devices.index(self.context.device),
+            size=len(devices),
+            torch_device=self.context.torch_device,
+            abort=self.context.abort,
+            same_host=same_host,
+        )
+        return self.communicator.rank, self.communicator.size
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """Reduce in place and return the tensor."""
+        self._group.all_reduce(tensor, op)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Gather over the group."""
+        return self._group.all_gather(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        """Broadcast in place and return the tensor."""
+        self._group.broadcast(tensor, src)
+        return tensor
+
+    def mixed(self, seed: int, rounds: int) -> list[torch.Tensor]:
+        """Run a random series of collectives, the same on all ranks, with sizes around all limits."""
+        draw = torch.Generator().manual_seed(seed)
+        own = torch.Generator().manual_seed(1000 * seed + self._group.rank)
+        results: list[torch.Tensor] = []
+        for _ in range(rounds):
+            kind = int(torch.randint(4, (1,), generator=draw))
+            count = int(2 ** (20 * torch.rand(1, generator=draw)))
+            tensor = torch.rand(count + (self._group.rank if kind == 1 else 0), generator=own)
+            if kind == 0:
+                self._group.all_reduce(tensor)
+            elif kind == 1:
+                tensor = torch.cat(self._group.all_gather(tensor))
+            elif kind == 2:
+                self._group.broadcast(tensor, src=count % self._group.size)
+            else:
+                self._group.barrier()
+                continue
+            results.append(tensor.double().sum())
+        return results
+
+    def exchange(self, counts: list[int]) -> list[torch.Tensor]:
+        """Send to every peer one tensor a count, tags counting down; receive by tags counting up, waits reversed."""
+        group = self._group
+        peers = [peer for peer in range(group.size) if peer != group.rank]
+        sends = []
+        for tag, count in reversed(list(enumerate(counts))):
+            sends += [group.send(torch.full((count,), 100.0 * group.rank + tag), peer, tag) for peer in peers]
+        received = [torch.empty(count) for _ in peers for count in counts]
+        receives = [
+            group.recv(tensor, peer, tag)
+            for tensor, (peer, tag) in zip(
+                received, ((peer, tag) for peer in peers for tag in range(len(counts))), strict=True
+            )
+        ]
+        for pending in reversed(receives):
+            pending.wait()
+        for pending in sends:
+            pending.wait()
+        return received
+
+    def ring(self, rounds: int) -> torch.Tensor:
+        """Pass a number around, many times over one tag: order is kept and letters are used again."""
+        group = self._group
+        right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        total = torch.zeros(3)
+        for number in range(rounds):
+            sent = group.send(torch.full((3,), float(number * (group.rank + 1))), right)
+            received = torch.empty(3)
+            group.recv(received, left).wait()
+            sent.wait()
+            assert float(received[0]) == number * (left + 1)
+            total += received
+        return total
+
+    def block(self, way: str) -> None:
+        """Wait for a peer that never comes."""
+        if way == "recv":
+            self._group.recv(torch.empty(4), (self._group.rank + 1) % self._group.size).wait()
+        else:
+            self._group.all_reduce(torch.ones(4))
+
+    def all_reduce_until_stopped(self, seconds: float) -> None:
+        """Reduce for a long time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._group.all_reduce(torch.ones(1000))
+
+    def disagree(self) -> None:
+        """Call the same collective with a size of its own on each rank."""
+        self._group.all_reduce(torch.ones(10 + self._group.rank))
+
+    def fail_alone(self, rank: int) -> None:
+        """Raise on one rank while the others wait for it."""
+        if self._group.rank == rank:
+            raise ValueError("only me")
+        self._group.barrier()
+
+    def time_all_reduce(self, num_elements: int, repeats: int) -> float:
+        """Return the seconds of one all-reduce, the median of many."""
+        return self._time(lambda: self._group.all_reduce(tensor), repeats, tensor := torch.ones(num_elements))
+
+    def time_ping_pong(self, num_elements: int, repeats: int) -> float:
+        """Return the seconds of one message from rank 0 to rank 1 and back, the median of many."""
+        tensor = torch.ones(num_elements)
+        peer = 1 - self._group.rank
+
+        def bounce() -> None:
+            if self._group.rank == 0:
+                self._group.send(tensor, peer).wait()
+                self._group.recv(tensor, peer).wait()
+            else:
+                self._group.recv(tensor, peer).wait()
+                self._group.send(tensor, peer).wait()
+
+        return self._time(bounce, repeats, tensor)
+
+    def _time(self, action: Any, repeats: int, tensor: torch.Tensor) -> float:
+        for _ in range(3):
+            action()
+        seconds = []
+        for _ in range(repeats):
+            tensor.fill_(1)
+            self._group.barrier()
+            started = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - started)
+        return sorted(seconds)[len(seconds) // 2]
+
+    @property
+    def _group(self) -> Communicator:
+        assert self.communicator is not None
+        return self.communicator

@@ -1,0 +1,131 @@
+"""Records of a run, one JSON object each: lines of a local file, objects of one folder in an object store."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import posixpath
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from storage.urls import local_path, open_filesystem
+
+
+def append_record(url: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Add one record at the end.
+
+    On local disk it is one line, written by one call and handed to the system at once (not synced: a power cut may
+    take it, a killed process not). The torn end of a line that a crash left is removed first. In an object store
+    `url` is a folder with one object a record, numbered. Numbers that JSON doesn't know (nan, inf) become null.
+    """
+    data = json.dumps(_plain(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    path = local_path(url)
+    if path is None:
+        _put_next(*open_filesystem(url), data)
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "a+b", buffering=0) as file:
+        _drop_torn_end(file.fileno())
+        os.write(file.fileno(), data)
+
+
+def read_records(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return all records in order, none when there is no such file; a torn last line is left out.
+
+    Raises:
+        ValueError: a line before the last is no JSON object; it is named by its number.
+    """
+    path = local_path(url)
+    if path is None:
+        filesystem, folder = open_filesystem(url)
+        lines = [filesystem.cat_file(name) for name in _objects(filesystem, folder)]
+    else:
+        try:
+            with open(path, "rb") as file:
+                lines = file.read().split(b"\n")[:-1]  # what follows the last line end is empty or torn
+        except FileNotFoundError:
+            return []
+    return [_parse(line, number, url) for number, line in enumerate(lines, start=1)]
+
+
+def keep_records(url: str | os.PathLike[str], keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the records for which `keep` is false; on local disk a reader sees the old file or the new one."""
+    path = local_path(url)
+    if path is None:
+        filesystem, folder = open_filesystem(url)
+        for name in _objects(filesystem, folder):
+            if not keep(_parse(filesystem.cat_file(name), 1, name)):
+                filesystem.rm_file(name)
+        return
+    records = read_records(url)
+    if os.path.exists(path):
+        _replace(path, (record for record in records if keep(record)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _parse(line: bytes, number: int, url: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(f"line {number} of {os.fspath(url)} is no JSON object; remove or mend that line.")
+    return record
+
+
+def _drop_torn_end(fd: int) -> None:
+    """Cut the file behind its last line end."""
+    end = os.fstat(fd).st_size
+    while end:
+        start = max(0, end - 4096)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end != os.fstat(fd).st_size:
+        os.ftruncate(fd, end)
+
+
+def _replace(path: str, records: Iterable[Mapping[str, Any]]) -> None:
+    temporary = f"{path}.new"
+    with open(temporary, "wb") as file:
+        for record in records:
+            file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _objects(filesystem: AbstractFileSystem, folder: str) -> list[str]:
+    filesystem.invalidate_cache(folder)
+    try:
+        names = filesystem.ls(folder, detail=False)
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in names if name.endswith(".json"))
+
+
+def _put_next(filesystem: AbstractFileSystem, folder: str, data: bytes) -> None:
+    names = _objects(filesystem, folder)
+    number = int(posixpath.basename(names[-1]).removesuffix(".json")) + 1 if names else 0
+    while True:
+        try:
+            filesystem.pipe_file(posixpath.join(folder, f"{number:08d}.json"), data, mode="create")
+            return
+        except OSError as error:
+            # Another writer took the number; s3fs says so in one of two ways, depending on the server.
+            if not isinstance(error, FileExistsError) and error.errno != errno.EINVAL:
+                raise
+            number += 1

@@ -1,0 +1,60 @@
+"""JSONL records on disk and in an object store."""
+
+import math
+
+import pytest
+
+from storage.records import append_record, keep_records, read_records
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request, tmp_path):
+    return str(tmp_path / "run" / "m.jsonl") if request.param == "local" else f"memory://{tmp_path.name}/m.jsonl"
+
+
+def test_round_trip_in_order(url):
+    assert read_records(url) == []
+    for step in range(12):
+        append_record(url, {"step": step, "text": "ä\n"})
+    assert [r["step"] for r in read_records(url)] == list(range(12))
+    assert read_records(url)[3]["text"] == "ä\n"
+
+
+def test_keep_removes_and_appending_goes_on(url):
+    keep_records(url, lambda r: False)
+    for step in range(6):
+        append_record(url, {"step": step})
+    keep_records(url, lambda r: r["step"] < 3)
+    append_record(url, {"step": 3})
+    assert [r["step"] for r in read_records(url)] == [0, 1, 2, 3]
+
+
+def test_numbers_outside_json_become_null(url):
+    append_record(url, {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}})
+    assert read_records(url) == [{"a": None, "b": [None, 1.5], "c": {"d": None}}]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 1', b'{"step": 1, "x": "' + b"y" * 10_000])
+def test_torn_last_line_is_ignored_and_removed(tmp_path, torn):
+    path = tmp_path / "m.jsonl"
+    append_record(path, {"step": 0})
+    with path.open("ab") as file:
+        file.write(torn)
+    assert [r["step"] for r in read_records(path)] == [0]
+    append_record(path, {"step": 1})
+    assert [r["step"] for r in read_records(path)] == [0, 1]
+
+
+def test_only_a_torn_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"st')
+    assert read_records(path) == []
+    append_record(path, {"step": 0})
+    assert read_records(path) == [{"step": 0}]
+
+
+def test_broken_line_inside_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0}\nrubbish\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_records(path)

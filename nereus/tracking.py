@@ -50,10 +50,9 @@ def open_trackers(names: Sequence[str], run_dir: str, config: BaseModel) -> Trac
     """
     if not names:
         return Trackers(())
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
     # accelerate's decorators ask this process' place in the world; without a launcher that is "the only one".
     from accelerate.state import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     PartialState(cpu=True)
     installed = {str(name) for name in get_available_trackers()}

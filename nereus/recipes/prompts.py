@@ -1,6 +1,6 @@
 """Writes the prompts of the shipped recipes; they are checked in, so this runs only when they change.
 
-    python -m nereus.recipes.prompts
+python -m nereus.recipes.prompts
 """
 
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # Words that the character tokenizer can spell.
-WORDS = "sun moon rain stone sea lane train note tune lime mint salt melon lemon onion mist nest east tree lion".split()
+WORDS = ["sun", "moon", "rain", "stone", "sea", "lane", "train", "note", "tune", "lime", "mint", "salt", "melon", "lemon", "onion", "mist", "nest", "east", "tree", "lion"]
 NUM_ARITHMETIC = 512
 
 

@@ -1,0 +1,1 @@
+"""Prefect flows: the runs that a user deploys, starts and watches."""

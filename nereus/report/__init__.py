@@ -1,0 +1,1 @@
+"""The report of a run: plots and one self-contained HTML file."""

@@ -1,0 +1,28 @@
+"""Fixtures that all rooms share."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch is imported: tests share few cores, and results must not hang on how many there are.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+
+SEED = 20260101
+
+
+@pytest.fixture
+def seed() -> int:
+    """The seed of every drawn number in a test."""
+    return SEED
+
+
+@pytest.fixture(scope="session")
+def prefect_api() -> Iterator[None]:
+    """A Prefect API with a database of its own, on the ephemeral server; one a session, it takes seconds."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=90):
+        yield

@@ -1,0 +1,72 @@
+"""A session without workers: the flow and its tasks are tested against it."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from nereus.config import RunConfig
+from nereus.layout import Layout
+from nereus.plan import Plan, StagePlan
+
+STAGES = ("actor.generation", "actor.training", "critic.training", "reference.inference")
+
+
+class FakeSession:
+    """Records which method ran for which step, in order; `delay_s` and `fail_at` make it slow or broken."""
+
+    opened: "dict[str, FakeSession]" = {}
+    delay_s: float = 0.0
+    fail_at: tuple[str, int] | None = None
+
+    def __init__(self, config: RunConfig, run_id: str):
+        self.run_id = run_id
+        self.run_dir = config.run_dir or f"runs/{run_id}"
+        self.steps = range(config.steps)
+        self.plan = Plan.of({name: StagePlan(2, Layout(1, 1), (0, 1), 4) for name in STAGES})
+        self.calls: list[tuple[str, int]] = []
+        self.closed = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, config: RunConfig, *, run_id: str) -> "FakeSession":
+        cls.opened[run_id] = cls(config, run_id)
+        return cls.opened[run_id]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.closed = True
+        if Path(self.run_dir).is_dir():
+            Path(self.run_dir, "closed").touch()
+
+    def finish_step(self, step: int) -> dict[str, Any]:
+        self._note("finish_step", step)
+        seconds = {"generation": 0.5, "training": 0.4, "orchestration": 0.1, "total": 1.0}
+        return {"step": step, "reward_mean": step / 10, "reward_std": 0.1, "kl_k1": 0.01, "kl_k3": 0.01,
+                "response_tokens_mean": 10.0 + step, "response_tokens_p95": 20.0, "rollout_tokens": 320,
+                "plan": self.plan.to_record(), "seconds": seconds}  # fmt: skip
+
+    def finish(self) -> dict[str, Any]:
+        return {"run_dir": self.run_dir, "final": f"{self.run_dir}/final"}
+
+    def _note(self, name: str, step: int) -> dict[str, Any]:
+        with self._lock:
+            self.calls.append((name, step))
+        if self.fail_at == (name, step):
+            raise RuntimeError(f"device 1 died in {name} of step {step}.")
+        time.sleep(self.delay_s)
+        return {"seconds": self.delay_s}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda step: self._note(name, step)
+
+
+def find_session(run_id: str) -> FakeSession:
+    return FakeSession.opened[run_id]

@@ -57,7 +57,7 @@ def _as_rows(tensor: Tensor) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class SafetensorsFile:

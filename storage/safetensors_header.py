@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import xxhash
 
-# A header of this size names about a hundred thousand tensors; a longer one is damage or malice, and is not read.
-MAX_HEADER_BYTES = 16 * 2**20
+# A header of this size names about fifty thousand tensors; a longer one is damage or malice, and is not read.
+MAX_HEADER_BYTES = 8 * 2**20
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

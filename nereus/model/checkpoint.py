@@ -133,11 +133,15 @@ def stored_tensors(path: str) -> Mapping[str, StoredTensor]:
     """
     stored: dict[str, StoredTensor] = {}
     for url in checkpoint_files(path):
-        with SafetensorsFile(url) as file:
-            for entry in file.header.entries.values():
-                if entry.name in stored:
-                    raise ValueError(f"{path} holds tensor {entry.name!r} in two files; download the folder again.")
-                stored[entry.name] = StoredTensor(url, entry)
+        try:
+            with SafetensorsFile(url) as file:
+                entries = file.header.entries
+        except OSError as error:
+            raise ValueError(f"{url} can't be read ({error}); check its permissions or download it again.") from error
+        for entry in entries.values():
+            if entry.name in stored:
+                raise ValueError(f"{path} holds tensor {entry.name!r} in two files; download the folder again.")
+            stored[entry.name] = StoredTensor(url, entry)
     return stored
 
 

@@ -10,6 +10,7 @@ The driver calls `begin_export`, every rank `write_slices` with the slices it ow
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -209,12 +210,13 @@ def _write_config(
     folder: str, spec: ModelSpec, dtype: torch.dtype, config_from: str | None, tokenizer_from: str | None
 ) -> None:
     source = read_config(config_from) if config_from else None
+    if source is not None:
+        described = parse_config(source, str(config_from), spec.head)
+        if dataclasses.replace(described, num_labels=spec.num_labels) != spec:
+            raise ValueError(f"{config_from} describes another model than the one exported; give its own config.json.")
     eos_ids = read_eos_ids(tokenizer_from) if tokenizer_from else ()
     config = build_config(spec, str(dtype).removeprefix("torch."), source=source, eos_ids=eos_ids)
-    if parse_config(config, config_from or "the exported config", spec.head) != spec:
-        raise ValueError(
-            f"{config_from or spec} describes another model than the one exported; give its own config.json."
-        )
+    assert parse_config(config, "the exported config", spec.head) == spec, (config, spec)
     _write_json(folder, "config.json", config)
     if config_from and not config_from.endswith(".json"):
         _copy_files(config_from, folder, ("generation_config.json",))

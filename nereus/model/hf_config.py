@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def parse_config(config: Mapping[str, Any], where: str, head: Head) -> ModelSpec
 
 def _check_features(config: Mapping[str, Any], family: str, where: str) -> None:
     known = {FAMILIES[family] + suffix for suffix in _SUFFIX.values()}
-    architectures = config.get("architectures") or []
+    architectures = _strings(config, "architectures", where)
     if architectures and not known & set(architectures):
         raise _refuse(where, "architectures", architectures, f"it must be one of {', '.join(sorted(known))}")
     activation = config.get("hidden_act", "silu")
@@ -81,6 +82,13 @@ def _check_features(config: Mapping[str, Any], family: str, where: str) -> None:
         raise _refuse(where, "mlp_bias", config["mlp_bias"], f"{FAMILIES[family]} models have no MLP biases")
 
 
+def _strings(config: Mapping[str, Any], key: str, where: str) -> list[str]:
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{where}: {key}={value!r} must be a list of names.")
+    return value
+
+
 def _size(config: Mapping[str, Any], key: str, where: str) -> int:
     value = config.get(key)
     if type(value) is not int or value < 1:
@@ -90,7 +98,7 @@ def _size(config: Mapping[str, Any], key: str, where: str) -> int:
 
 def _number(config: Mapping[str, Any], key: str, default: float, where: str) -> float:
     value = config.get(key, default)
-    if type(value) not in (int, float) or not value >= 0:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
         raise ValueError(f"{where}: {key}={value!r} must be a number of at least 0.")
     return float(value)
 
@@ -142,7 +150,7 @@ def _rope_scaling(config: Mapping[str, Any], where: str) -> RopeScaling | None:
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     numbers = dict(rope, original_max_position_embeddings=original or config.get("max_position_embeddings"))
     for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-        if type(numbers.get(key)) not in (int, float) or numbers[key] <= 0:
+        if type(numbers.get(key)) not in (int, float) or not 0 < numbers[key] < math.inf:
             raise ValueError(f"{where}: rope_type='llama3' needs a positive {key}, not {numbers.get(key)!r}.")
     return RopeScaling(
         factor=float(numbers["factor"]),
@@ -160,11 +168,11 @@ def _sliding_window(config: Mapping[str, Any], family: str, where: str) -> int |
     if family == "llama":
         kinds = ["full_attention"]
     elif config.get("layer_types") is not None:
-        kinds = list(config["layer_types"])
+        kinds = _strings(config, "layer_types", where)
     elif family == "mistral" or window is None:
         kinds = ["full_attention" if window is None else "sliding_attention"]
     else:
-        full = min(int(config.get("max_window_layers", 28)), layers)
+        full = min(int(_number(config, "max_window_layers", 28, where)), layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
@@ -180,11 +188,12 @@ def _sliding_window(config: Mapping[str, Any], family: str, where: str) -> int |
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:
-    if isinstance(config.get("id2label"), Mapping):
+    if isinstance(config.get("id2label"), Mapping) and config["id2label"]:
         return len(config["id2label"])
-    classifies = any("SequenceClassification" in name for name in config.get("architectures") or [])
+    if type(config.get("num_labels")) is int:
+        return max(1, config["num_labels"])
     # transformers writes no labels when there are two, its default; a language model gets a reward head of one.
-    return config.get("num_labels") or (2 if classifies else 1)
+    return 2 if any("SequenceClassification" in name for name in config.get("architectures") or []) else 1
 
 
 def build_config(

@@ -1,6 +1,7 @@
 """Hostile and broken safetensors headers are refused by name, in bounded memory."""
 
 import json
+import random
 import struct
 import tracemalloc
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_huge_header_length_is_refused_unread(tmp_path, length):
     finally:
         tracemalloc.stop()
     assert peak < 2**20
+
+
+def test_flipped_bytes_never_lead_outside_the_file(tmp_path):
+    save_file({"first": torch.arange(6.0).view(2, 3), "second": torch.ones(4)}, tmp_path / "x")
+    good, rng = (tmp_path / "x").read_bytes(), random.Random(0)
+    for _ in range(300):
+        data = bytearray(good)
+        data[rng.randrange(8 + good[0])] = rng.randrange(256)
+        (tmp_path / "x").write_bytes(data)
+        try:
+            with SafetensorsFile(tmp_path / "x") as file:
+                entries = file.header.entries.values()
+        except ValueError:
+            continue
+        assert all(8 <= e.start <= e.stop <= len(good) for e in entries)
+        assert sum(e.stop - e.start for e in entries) == 40
 
 
 def test_reads_what_the_library_writes(tmp_path):

@@ -75,7 +75,7 @@ def read_prompts(url: str) -> list[Example]:
     Raises:
         ValueError: the file can't be read, has no prompt at all, or a line (named) is broken.
     """
-    lines = read_bytes(url).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = read_bytes(url).split(b"\n")
     examples = [_parse(line, f"{url} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not examples:
         raise ValueError(f'data.prompts: {url} is empty; give it one JSON object a line, such as {{"prompt": "Hi"}}.')

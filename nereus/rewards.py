@@ -334,7 +334,9 @@ def main() -> None:
     """Serve as a worker on the socket whose descriptor is the only argument."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
-    os.dup2(2, 1)  # what the function prints goes to the log, not to a --json document on stdout
+    # What the function prints goes to the log at once, not to a --json document on stdout.
+    sys.stdout = sys.stderr
+    os.dup2(2, 1)
     threading.Thread(target=_die_with_driver, args=(sock,), daemon=True).start()
     _serve(sock)
 

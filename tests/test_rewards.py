@@ -29,6 +29,9 @@ def length(prompt, response, example):
 def faulty(prompt, response, example):
     if response == "raise":
         raise KeyError("no answer")
+    if response == "print and raise":
+        print("and this must not disturb them either", flush=True)
+        raise ValueError
     if response == "hang":
         time.sleep(1000)
     if response == "spawn and hang":
@@ -116,6 +119,15 @@ def test_rewards_come_in_the_order_of_the_requests(spec, num_workers):
         assert pool.score(requests) == [n + 0.25 for n in range(20)]
         assert pool.score(requests[::-1]) == [n + 0.25 for n in range(19, -1, -1)]
         assert pool.score([]) == []
+
+
+def test_what_a_function_prints_stays_off_stdout(spec, capfd):
+    with RewardPool(spec("length")) as pool:
+        pool.score([request("x")])
+    with RewardPool(spec("faulty")) as pool, pytest.raises(RewardError):
+        pool.score([request("print and raise")])
+    captured = capfd.readouterr()
+    assert captured.out == "" and "must not disturb" in captured.err
 
 
 def test_long_and_strange_texts_arrive_whole(spec):

@@ -71,13 +71,13 @@ def _balance(lengths: Sequence[int], num_bins: int, most: int) -> list[list[int]
     """Give the longest sample left to the bin with the smallest sum that has room; ties go to the lower index.
 
     Source: the longest-processing-time rule, Graham 1969; a sum is at most 4/3 of the best possible one where
-    `most` doesn't bind. Empty bins come first, so that none stays empty even if lengths are 0.
+    `most` doesn't bind. An empty bin comes before one that holds samples of length 0, so none stays empty.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     sums = [0] * num_bins
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         open_bins = (b for b in range(num_bins) if len(bins[b]) < most)
-        best = min(open_bins, key=lambda b: (bool(bins[b]), sums[b], len(bins[b]), b))
+        best = min(open_bins, key=lambda b: (sums[b], len(bins[b]), b))
         bins[best].append(index)
         sums[best] += lengths[index]
     return [sorted(one) for one in bins]

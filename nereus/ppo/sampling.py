@@ -118,9 +118,8 @@ def _find_local(logits: Tensor, base: Tensor, temperature: float, cdf: Tensor, t
     block = _first_above(cdf, target)
     before = torch.nn.functional.pad(cdf, (1, 0)).gather(1, block[:, None])[:, 0]
     ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
-    outside = ids >= logits.shape[1]
-    ids = ids.clamp(max=logits.shape[1] - 1)
-    weights = torch.exp((logits.gather(1, ids).double() - base[:, None]) / temperature).masked_fill(outside, 0.0)
+    ids = ids.clamp(max=logits.shape[1] - 1)  # past the end the last id repeats, which changes no draw
+    weights = torch.exp((logits.gather(1, ids).double() - base[:, None]) / temperature)
     inside = _first_above(weights.cumsum(dim=-1), target - before)
     return ids.gather(1, inside[:, None])[:, 0]
 

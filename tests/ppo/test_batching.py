@@ -46,7 +46,7 @@ def test_shares_hold_every_sample_once_and_are_balanced(lengths, data):
 
 
 def test_shares_balance_work_not_counts():
-    assert share_out([100, 10, 10, 10, 10, 10], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert share_out([10, 10, 10, 10, 10, 100], 2) == [[5], [0, 1, 2, 3, 4]]
     assert share_out([5, 5, 5], 2) == [[0, 2], [1]]
 
 

@@ -31,19 +31,17 @@ class KvCache:
     ) -> None:
         start, stop = partition(spec.kv_heads, layout.tp)[layout.tp_rank(rank)]
         num_layers = len(stage_layers(spec, layout, layout.stage(rank)))
-        shape = (2, num_layers, num_slots, stop - start, max_tokens, spec.head_dim)
+        shape = (num_layers, 2, num_slots, stop - start, max_tokens, spec.head_dim)
         # Zeros, not empty: what a mask hides is multiplied by 0, and 0 * nan would be nan.
-        self._set(torch.zeros(shape, dtype=dtype, device=device))
+        self._set(torch.zeros(shape, dtype=dtype, device=device), 0, num_slots)
 
-    def _set(self, storage: Tensor) -> None:
+    def _set(self, storage: Tensor, first_slot: int, num_slots: int) -> None:
         self._storage = storage
-        self.keys = list(storage[0])
-        self.values = list(storage[1])
-        self._flat = [(k.view(-1, k.shape[-1]), v.view(-1, v.shape[-1])) for k, v in zip(*storage, strict=True)]
-
-    @property
-    def num_slots(self) -> int:
-        return self._storage.shape[2]
+        self._first_slot = first_slot
+        self.num_slots = num_slots
+        self._slots = storage[:, :, first_slot : first_slot + num_slots]
+        self.keys, self.values = list(self._slots[:, 0]), list(self._slots[:, 1])
+        self._flat = [layer.view(-1, layer.shape[-1]) for layer in storage]
 
     @property
     def max_tokens(self) -> int:
@@ -51,23 +49,23 @@ class KvCache:
 
     def part(self, start: int, num_slots: int) -> KvCache:
         """Return slots [start, start + num_slots) as a cache of its own on the same memory."""
+        assert start + num_slots <= self.num_slots, (start, num_slots, self.num_slots)
         part = object.__new__(KvCache)
-        part._set(self._storage[:, :, start : start + num_slots])
+        part._set(self._storage, self._first_slot + start, num_slots)
         return part
 
     def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return where `write` puts token i: slot slots[i], position positions[i]; both [N] int64."""
-        kv_heads, max_tokens = self._storage.shape[3:5]
-        first = slots * (kv_heads * max_tokens) + positions
+        all_slots, kv_heads, max_tokens = self._storage.shape[2:5]
+        first = (slots + self._first_slot) * (kv_heads * max_tokens) + positions
         heads = torch.arange(kv_heads, device=slots.device) * max_tokens
-        return (first[:, None] + heads).view(-1)
+        values = all_slots * kv_heads * max_tokens
+        return (first[:, None] + torch.cat((heads, heads + values))).view(-1)
 
-    def write(self, index: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key and value [N, kv_local, head_dim] of the local layer `index` to `rows`."""
-        keys, values = self._flat[index]
-        keys.index_copy_(0, rows, key.reshape(-1, key.shape[-1]))
-        values.index_copy_(0, rows, value.reshape(-1, value.shape[-1]))
+    def write(self, index: int, rows: Tensor, key_value: Tensor) -> None:
+        """Write the keys, then values, [N, 2 * kv_local, head_dim] of the local layer `index` to `rows`."""
+        self._flat[index].index_copy_(0, rows, key_value.reshape(-1, key_value.shape[-1]))
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot over another (compaction: active slots are 0..n-1)."""
-        self._storage[:, :, target, :, :length] = self._storage[:, :, source, :, :length]
+        self._slots[:, :, target, :, :length] = self._slots[:, :, source, :, :length]

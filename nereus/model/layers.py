@@ -173,9 +173,10 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
-        q, k, v = rotate(qkv, both, run.cos, run.sin).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        qkv = rotate(qkv, both, run.cos, run.sin)
         if run.cache is not None and run.cache_rows is not None:
-            run.cache.write(index, run.cache_rows, k, v)
+            run.cache.write(index, run.cache_rows, qkv[:, self.heads :])
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         out = packed_attention(q, k, v, run.batch, window=self.window)
         return self.o(out.reshape(x.shape[0], -1))
 

@@ -1,15 +1,22 @@
-"""One decoding step through the layers of a rank: one new token for each active slot, without autograd."""
+"""One decoding step through the layers of a rank: one new token for each active slot, without autograd.
+
+A step has few rows, so what counts is how weights stream from memory and how many operations a layer needs: weights
+are packed for the kernel beforehand, silu, the product with it and the residual sum are part of a matrix product, and
+rotary angles, mask and cache rows are made once for all layers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nereus.model.attention import decode_attention
 from nereus.model.kv_cache import KvCache
-from nereus.model.layers import DecoderLayer
+from nereus.model.layers import DecoderLayer, RowParallel
+from nereus.model.linear import Product, make_product
 from nereus.model.rotary import rotate_
 
 
@@ -19,6 +26,7 @@ class Step:
 
     Attributes:
         rows: where the cache takes the new keys and values.
+        cos, sin: [n, 1, head_dim], as `rotate_` takes them.
         mask: [n, L] additive attention mask over the cache.
     """
 
@@ -29,18 +37,52 @@ class Step:
     mask: Tensor
 
 
-def decode_layer(layer: DecoderLayer, x: Tensor, step: Step) -> Tensor:
-    """Run one layer on x [n, hidden], which is overwritten with the result."""
-    attention = layer.attention
-    heads, kv_heads = attention.heads, attention.kv_heads
-    qkv = attention.qkv(layer.input_norm(x)).view(x.shape[0], -1, attention.head_dim)
-    if attention.q_norm is not None and attention.k_norm is not None:
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        qkv = torch.cat((attention.q_norm(q), attention.k_norm(k), v), dim=1)
-    rotate_(qkv[:, : heads + kv_heads], step.cos, step.sin)
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    step.cache.write(layer.index, step.rows, k, v)
-    keys, values = step.cache.keys[layer.index], step.cache.values[layer.index]
-    x += attention.o(decode_attention(q.contiguous(), keys, values, step.mask))
-    x += layer.mlp(layer.post_norm(x))
-    return x
+class DecodeLayer:
+    """A layer of the shard with its matrices as decoding wants them; `packed` copies them, else they are shared."""
+
+    def __init__(self, layer: DecoderLayer, *, packed: bool) -> None:
+        self.layer = layer
+        attention, mlp = layer.attention, layer.mlp
+        self.qkv = make_product(attention.qkv.weight, attention.qkv.bias, packed=packed)
+        self.o = _row_parallel_product(attention.o, packed)
+        gate, up = mlp.gate_up.weight.chunk(2)
+        gate_bias, up_bias = (None, None) if mlp.gate_up.bias is None else mlp.gate_up.bias.chunk(2)
+        self.gate = make_product(gate, gate_bias, packed=packed)
+        self.up = make_product(up, up_bias, packed=packed)
+        self.down = _row_parallel_product(mlp.down, packed)
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """Return the layer's output for x [n, hidden]."""
+        layer = self.layer
+        x = self._add(self.o, layer.attention.o, self._attend(_norm(x, layer.input_norm), step), x)
+        h = _norm(x, layer.post_norm)
+        return self._add(self.down, layer.mlp.down, self.up.times(h, self.gate.silu(h)), x)
+
+    def _attend(self, x: Tensor, step: Step) -> Tensor:
+        attention, index = self.layer.attention, self.layer.index
+        heads, both = attention.heads, attention.heads + attention.kv_heads
+        qkv = self.qkv(x).view(x.shape[0], -1, attention.head_dim)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            qkv[:, :heads] = _norm(qkv[:, :heads], attention.q_norm)
+            qkv[:, heads:both] = _norm(qkv[:, heads:both], attention.k_norm)
+        rotate_(qkv[:, :both], step.cos, step.sin)
+        step.cache.write(index, step.rows, qkv[:, heads:])
+        return decode_attention(qkv[:, :heads], step.cache.keys[index], step.cache.values[index], step.mask)
+
+    @staticmethod
+    def _add(product: Product, matrix: RowParallel, x: Tensor, residual: Tensor) -> Tensor:
+        if matrix.group.size == 1:
+            return product.plus(x, residual)
+        y = product(x)
+        matrix.group.all_reduce(y)
+        y += residual
+        return y if matrix.bias is None else y.add_(matrix.bias)
+
+
+def _row_parallel_product(matrix: RowParallel, packed: bool) -> Product:
+    """The bias of a matrix that ranks share is added after the sum over ranks."""
+    return make_product(matrix.weight, matrix.bias if matrix.group.size == 1 else None, packed=packed)
+
+
+def _norm(x: Tensor, norm: torch.nn.Module) -> Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -58,3 +58,78 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _fits(x) and torch.is_grad_enabled():
         return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
     return product(x, weight, bias)
+
+
+class Product(Protocol):
+    """x @ weight.T + bias for x [N, in] with few rows, without autograd, and with what decoding does next to it."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def silu(self, x: Tensor) -> Tensor:
+        """Return silu of the product."""
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product plus `other` [N, out]."""
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """Return the product times `other` [N, out], element by element."""
+
+
+class _PlainProduct:
+    """Shares the weight; every step is an operation of its own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(self(x), inplace=True)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).add_(other)
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).mul_(other)
+
+
+class _PackedProduct:
+    """Holds a copy of the weight in oneDNN's blocked order and lets its kernel do the next step on the way out."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.bias = bias
+        self._unary = torch.ops.mkldnn._linear_pointwise.default
+        self._binary = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._unary(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def silu(self, x: Tensor) -> Tensor:
+        return self._unary(x, self.weight, self.bias, "swish", [], "")  # type: ignore[no-any-return]
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._binary(x, other, self.weight, self.bias, "add")  # type: ignore[no-any-return]
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._binary(x, other, self.weight, self.bias, "mul")  # type: ignore[no-any-return]
+
+
+def packing_pays(weight: Tensor) -> bool:
+    """True where products with few rows are faster on packed weights: by a rule, so that runs stay bitwise equal.
+
+    Measured at 1, 8 and 32 rows of SmolLM2's shapes on AMD Zen 5: 1 to 2 times in float32, 1.3 to 3 in bfloat16.
+    """
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def make_product(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Product:
+    """Return the product with weight [out, in]; `packed` copies the weight where that pays, else it is shared."""
+    return _PackedProduct(weight, bias) if packed and packing_pays(weight) else _PlainProduct(weight, bias)

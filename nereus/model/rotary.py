@@ -44,15 +44,16 @@ class RotaryTable:
         self._spec = spec
         self._dtype = lifted(dtype)
         self._device = device
-        self._table = torch.empty(2, 0, spec.head_dim // 2)
+        self._table = torch.empty(2, 0, spec.head_dim)
 
     def _grow(self, num_positions: int) -> None:
         frequencies = compute_frequencies(self._spec, self._dtype)
         angles = torch.arange(num_positions, dtype=self._dtype)[:, None] * frequencies
-        self._table = torch.stack((angles.cos(), angles.sin())).to(self._device)
+        cos, sin = angles.cos(), angles.sin()
+        self._table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(self._device)
 
     def gather(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin), each [N, 1, head_dim / 2], for `positions` [N], all below `num_positions`."""
+        """Return (cos, sin) as `rotate_` takes them, for `positions` [N], all below `num_positions`."""
         if self._table.shape[1] < num_positions:
             self._grow(max(256, 2 * num_positions))
         cos, sin = self._table.index_select(1, positions).unsqueeze(2)
@@ -63,12 +64,16 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [N, heads, head_dim] by the angles of its positions, in place; math in the dtype of `cos`.
 
     The halves of a head are the two coordinates of its planes, as in Hugging Face's `rotate_half`.
+
+    Args:
+        cos: [N, 1, head_dim], both halves alike.
+        sin: [N, 1, head_dim], its first half negated: what multiplies the other half.
     """
-    first, second = x.chunk(2, dim=-1)
-    rotated = second * cos + first * sin
-    first.copy_(first * cos - second * sin)
-    second.copy_(rotated)
-    return x
+    high = x.to(cos.dtype)
+    swapped = high.roll(x.shape[-1] // 2, -1)
+    if high is x:
+        return x.mul_(cos).addcmul_(swapped, sin)
+    return x.copy_(high.mul_(cos).addcmul_(swapped, sin))
 
 
 class _Rotate(torch.autograd.Function):

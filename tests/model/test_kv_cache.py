@@ -25,9 +25,10 @@ def test_a_rank_holds_its_heads_and_layers(rank, kv_heads, num_layers):
 
 def test_write_puts_tokens_where_slots_and_positions_say():
     cache = make_cache()
-    key, value = torch.randn(2, 3, 3, 8)
+    key_value = torch.randn(3, 6, 8)
+    key, value = key_value.split(3, dim=1)
     rows = cache.rows(torch.tensor([2, 0, 2]), torch.tensor([5, 1, 0]))
-    cache.write(1, rows, key, value)
+    cache.write(1, rows, key_value)
     assert torch.equal(cache.keys[1][2, :, 5], key[0])
     assert torch.equal(cache.keys[1][0, :, 1], key[1])
     assert torch.equal(cache.values[1][2, :, 0], value[2])
@@ -51,6 +52,6 @@ def test_a_part_shares_the_memory():
     cache = make_cache()
     part = cache.part(2, 2)
     assert part.num_slots == 2
-    part.write(0, part.rows(torch.tensor([1]), torch.tensor([3])), torch.ones(1, 3, 8), torch.ones(1, 3, 8))
+    part.write(0, part.rows(torch.tensor([1]), torch.tensor([3])), torch.ones(1, 6, 8))
     assert bool((cache.keys[0][3, :, 3] == 1).all())
     assert int(cache.keys[0].count_nonzero()) == 3 * 8

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import fsspec
 import yaml
 from pydantic import BaseModel, ValidationError
 
@@ -76,18 +77,12 @@ def _read_tree(recipe_or_path: str) -> dict[str, Any]:
 
 
 def _read_text(path: str) -> str:
-    if "://" in path:
-        import fsspec
-
-        opener = fsspec.open(path, "r")
-    else:
-        if not os.path.isfile(path):
-            near = difflib.get_close_matches(path, list_recipes(), n=1)
-            mend = f"did you mean the recipe `{near[0]}`?" if near else f"the recipes are {', '.join(list_recipes())}."
-            raise ConfigError(f"There is no recipe and no file `{path}`; {mend}")
-        opener = Path(path).open()
+    if "://" not in path and not os.path.isfile(path):
+        near = difflib.get_close_matches(path, list_recipes(), n=1)
+        mend = f"did you mean the recipe `{near[0]}`?" if near else f"the recipes are {', '.join(list_recipes())}."
+        raise ConfigError(f"There is no recipe and no file `{path}`; {mend}")
     try:
-        with opener as file:
+        with fsspec.open(path, "r") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}.") from None

@@ -30,7 +30,7 @@ class RunConfig(Part):
     reward: RewardConfig = Field(
         RewardConfig(function="nereus.recipes.rewards:score_vowels"), description="Who scores a response."
     )
-    data: DataConfig = Field(DataConfig(), description="The prompts.")
+    data: DataConfig = Field(DataConfig(), description="Where the prompts come from.")
     rollout: RolloutConfig = Field(RolloutConfig(), description="How responses are made.")
     ppo: PPOConfig = Field(PPOConfig(), description="The algorithm and its optimizers.")
     precision: Literal["float32", "bfloat16", "float64"] = Field(

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 # Words that the character tokenizer can spell.
-WORDS = ["sun", "moon", "rain", "stone", "sea", "lane", "train", "note", "tune", "lime", "mint", "salt", "melon", "lemon", "onion", "mist", "nest", "east", "tree", "lion"]
+_WORDS = "sun moon rain stone sea lane train note tune lime mint salt melon lemon onion mist nest east tree lion"
 NUM_ARITHMETIC = 512
 
 
 def build_words() -> Iterator[dict[str, Any]]:
     """Yield every ordered pair of different words as a prompt for the tiny model."""
-    for first, second in itertools.permutations(WORDS, 2):
+    for first, second in itertools.permutations(_WORDS.split(), 2):
         yield {"prompt": f"{first} {second}.", "vowels": 48}
 
 

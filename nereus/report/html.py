@@ -1,7 +1,6 @@
 """RUN_DIR/report.html: one file with everything in it, no script and nothing from outside."""
 
 import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from nereus.report.plots import draw_run_svgs
 from nereus.report.summary import WINDOW, summarize
+from storage.records import read_records
 
 # Columns of the table of steps: key of the metrics line, heading, format.
 _STEP_COLUMNS = (
@@ -44,13 +44,8 @@ def write_report(run_dir: str) -> str:
 
 
 def read_metrics(run_dir: str) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl by step: one file on disks, one object a step below it on object storage."""
-    filesystem, path = fsspec.core.url_to_fs(f"{run_dir.rstrip('/')}/metrics.jsonl")
-    if not filesystem.exists(path):
-        return []
-    files = sorted(filesystem.find(path)) if filesystem.isdir(path) else [path]
-    lines = [line for file in files for line in filesystem.cat_file(file).decode().splitlines()]
-    return [json.loads(line) for line in lines if line.strip()]
+    """Return the lines of metrics.jsonl by step; none for a run whose first step has not ended."""
+    return read_records(f"{run_dir.rstrip('/')}/metrics.jsonl")
 
 
 def render_report(name: str, config: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from nereus.config import RunConfig
 from nereus.layout import Layout
@@ -15,7 +15,7 @@ STAGES = ("actor.generation", "actor.training", "critic.training", "reference.in
 class FakeSession:
     """Records which method ran for which step, in order; `delay_s` and `fail_at` make it slow or broken."""
 
-    opened: "dict[str, FakeSession]" = {}
+    opened: ClassVar[dict[str, "FakeSession"]] = {}
     delay_s: float = 0.0
     fail_at: tuple[str, int] | None = None
 

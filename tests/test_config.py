@@ -1,0 +1,120 @@
+"""Recipes, overrides, and what is said about wrong input."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nereus.config import (
+    ConfigError,
+    RunConfig,
+    build_config,
+    dump_config,
+    format_bytes,
+    list_recipes,
+    load_config,
+    parse_bytes,
+    resolve_path,
+)
+from nereus.recipes.prompts import build_arithmetic, build_words
+from nereus.recipes.rewards import score_arithmetic, score_vowels
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_every_recipe_survives_the_way_through_its_file(recipe: str, tmp_path: Path):
+    config = load_config(recipe)
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "run.yaml")) == config
+
+
+def test_no_key_at_all_is_a_valid_run():
+    assert build_config({}) == RunConfig()
+
+
+def test_overrides_are_yaml_at_dotted_keys():
+    config = load_config("tiny-cpu", ["steps=7", "ppo.actor_lr=1e-5", "cluster.memory_per_device=512MiB"])
+    assert (config.steps, config.ppo.actor_lr, config.cluster.memory_per_device) == (7, 1e-5, 512 * 2**20)
+    assert config.rollout == load_config("tiny-cpu").rollout
+
+
+def test_dot_of_a_model_stage_belongs_to_its_name():
+    config = load_config("tiny-cpu", ["plan.actor.generation.tp=2", "plan.actor.training={dp: 2, devices: [1, 0]}"])
+    assert config.plan["actor.generation"].tp == 2
+    assert config.plan["actor.training"].devices == (1, 0)
+
+
+def test_override_of_one_source_takes_the_place_of_the_other():
+    config = load_config("tiny-cpu", ["model.path=models/some", "reward.model=models/judge"])
+    assert (config.model.path, config.model.tiny) == ("models/some", None)
+    assert (config.reward.model, config.reward.function) == ("models/judge", None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.tempratur=2", "Unknown key `rollout.tempratur`; did you mean `rollout.temperature`?"),
+        ("temperature=2", "Unknown key `temperature`; did you mean `rollout.temperature`?"),
+        ("plan.actor.generatoin.tp=2", "Unknown key `plan.actor.generatoin`; did you mean `plan.actor.generation`?"),
+        ("plan.actor.generation.tpp=2", "Unknown key `plan.actor.generation.tpp`; did you mean"),
+        ("adapt.enabled=true", "Unknown key `adapt`; the keys of a run config are model"),
+        ("steps=0", "`steps` is 0: it must be greater than 0."),
+        ("plan.actor.generation.tp=0", "`plan.actor.generation.tp` is 0: it must be greater than 0."),
+        ("plan=best", "`plan` is 'best': it must be a mapping or it must be 'auto'."),
+        ("cluster.memory_per_device=2XB", "cluster.memory_per_device: '2XB' is no size; write it like 2GiB"),
+        ("cluster.engine=ray", "`cluster.engine` is 'ray': it must be 'local'."),
+        ("ppo.minibatches=99", "ppo.minibatches 99 is above the 32 samples of a step; lower it or raise"),
+        ("model.tiny=null", "model: neither `path` nor `tiny` is set; give a Hugging Face directory or a tiny model."),
+        ("reward.function=score", "reward: function 'score' must read `package.module:name`."),
+        ("steps", "The override `steps` must read key=value"),
+        ("steps=[1", "The value of `steps=[1` is no YAML"),
+    ],
+)
+def test_wrong_values_are_refused_in_one_sentence(override: str, message: str):
+    with pytest.raises(ConfigError) as refused:
+        load_config("tiny-cpu", [override])
+    assert str(refused.value).startswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def test_wrong_files_are_refused(tmp_path: Path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("steps: 3\nmodel: {path: x\n")
+    with pytest.raises(ConfigError, match=r"broken.yaml is no YAML: .* in line 3"):
+        load_config(str(broken))
+    with pytest.raises(ConfigError, match="no recipe and no file `tiny-gpu`; did you mean the recipe `tiny-cpu`"):
+        load_config("tiny-gpu")
+
+
+def test_every_key_has_a_description():
+    def walk(schema: dict, where: str):
+        for name, field in schema.get("properties", {}).items():
+            assert field.get("description"), f"{where}.{name} has no description"
+
+    schema = RunConfig.model_json_schema()
+    walk(schema, "")
+    for name, part in schema["$defs"].items():
+        walk(part, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("2GiB", 2 * 2**30), ("1.5 KiB", 1536), ("10MB", 10**7), ("4096", 4096)]
+)
+def test_sizes_are_read_and_written(text: str, num_bytes: int):
+    assert parse_bytes(text) == num_bytes
+    assert parse_bytes(format_bytes(num_bytes)) == num_bytes
+
+
+def test_shipped_prompts_are_what_their_maker_writes():
+    for name, rows in (("words", build_words()), ("arithmetic", build_arithmetic())):
+        lines = Path(resolve_path(f"pkg://nereus.recipes/{name}.jsonl")).read_text().splitlines()
+        assert [yaml.safe_load(line) for line in lines[:20]] == [row for row, _ in zip(rows, range(20), strict=False)]
+
+
+def test_rewards_stay_between_nothing_and_one():
+    assert score_vowels("", "", {}) == 0
+    assert score_vowels("", "salt", {"vowels": 4}) == 0.25
+    assert score_vowels("", "a" * 99, {"vowels": 48}) == 1
+    assert score_arithmetic("", "12 - 5 = 7", {"answer": 7}) == 1
+    assert score_arithmetic("", "-3", {"answer": -3}) == 1
+    assert score_arithmetic("", "no idea", {"answer": 7}) == 0
+    assert 0 < score_arithmetic("", "99", {"answer": 7}) < score_arithmetic("", "8", {"answer": 7}) < 1

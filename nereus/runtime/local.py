@@ -318,9 +318,9 @@ class LocalEngine(Engine):
         if event is None:
             if not self._nursery_ready.done():
                 self._nursery_ready.set_result("the process that forks workers ended")
-            for worker in self._live_workers():
-                self._kill(worker, "the process that forks workers ended")
-                self._lose(worker, "the process that forks workers ended")
+            for orphan in self._live_workers():
+                self._kill(orphan, "the process that forks workers ended")
+                self._lose(orphan, "the process that forks workers ended")
             return False
         if "ready" in event or "failed" in event:
             self._nursery_ready.set_result(event.get("failed"))
@@ -328,7 +328,7 @@ class LocalEngine(Engine):
             with self._lock:
                 self._workers[event["forked"]].pid = event["pid"]
         elif "exited" in event:
-            worker = next((w for w in self._workers.values() if w.device == event["exited"]), None)
+            worker = self._workers.get(event["exited"])
             if worker is not None and worker.pid == event["pid"]:
                 self._receive_from(worker)  # what it sent before it ended
                 self._lose(worker, worker.kill_reason or _describe_exit(event["code"]), event["code"])

@@ -5,8 +5,9 @@ destination; a receive finds the letter by tag and number, copies, and marks it 
 send never waits for its receiver (unless `LETTERS` of them are unread), and no order of sends, receives and waits can
 deadlock. gloo's send and receive can't be polled or cancelled (a timed-out wait closes the connection), and are slower.
 
-A letter is one cache line: number + 1 once written (0: free), tag, byte count, buffer id, descriptor, capacity.
-Ordering is relied on as in `shared_reduce`: the first word is written last, and cleared last.
+A letter is one cache line: number + 1 once written (0: free), tag, byte count, buffer id, descriptor, capacity, bytes
+that are in the buffer already: the receiver of a long message copies while the sender still does. Ordering is relied on
+as in `shared_reduce`: the first word is written after the others and cleared last, the last one after the bytes.
 """
 
 import mmap
@@ -22,6 +23,7 @@ LETTERS = 128
 _LETTER_BYTES = 64
 _LETTER_WORDS = 8
 _SMALLEST_BUFFER_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
 
 
 def mailbox_bytes(size: int) -> int:
@@ -66,13 +68,16 @@ class Mailbox:
         num_bytes = tensor.numel() * tensor.element_size()
         buffer_id = self._take_buffer(num_bytes)
         descriptor, capacity, buffer = self._own[buffer_id]
-        if num_bytes:
-            buffer.data[:num_bytes].view(tensor.dtype).copy_(tensor.view(-1))
         words = self._words
         words[letter + 1], words[letter + 2], words[letter + 3] = tag, num_bytes, buffer_id
-        words[letter + 4], words[letter + 5] = descriptor, capacity
+        words[letter + 4], words[letter + 5], words[letter + 6] = descriptor, capacity, 0
         self._unread[letter] = buffer_id
         words[letter] = number + 1
+        source = tensor.view(-1).view(torch.uint8)
+        for start in range(0, num_bytes, _PIECE_BYTES):
+            end = min(start + _PIECE_BYTES, num_bytes)
+            buffer.data[start:end].copy_(source[start:end])
+            words[letter + 6] = end
         return letter
 
     def wait_read(self, letter: int) -> None:
@@ -111,7 +116,14 @@ class Mailbox:
             )
         if num_bytes:
             buffer = self._open_buffer(src, words[letter + 3], words[letter + 4], words[letter + 5])
-            tensor.view(-1).copy_(buffer.data[:num_bytes].view(tensor.dtype))
+            target = tensor.view(-1).view(torch.uint8)
+            start = 0
+            while start < num_bytes:
+                if words[letter + 6] == start:
+                    wait_until(lambda: words[letter + 6] > start, self._watch)  # noqa: B023
+                end = words[letter + 6]
+                target[start:end].copy_(buffer.data[start:end])
+                start = end
         words[letter] = 0
 
     def close(self) -> None:

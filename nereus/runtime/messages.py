@@ -133,7 +133,7 @@ class _MessagePickler(pickle.Pickler):
             return NotImplemented
         dense = value.detach().cpu().contiguous()
         dtype = str(dense.dtype).removeprefix("torch.")
-        elements = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
+        elements: Any = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
         return _rebuild_tensor, (pickle.PickleBuffer(elements), dtype, tuple(dense.shape))
 
 

@@ -161,6 +161,7 @@ def main() -> None:
         nursery.run()
     finally:
         nursery.end_children()
+        os._exit(0)  # nothing to tear down, and torch takes its time over it
 
 
 if __name__ == "__main__":

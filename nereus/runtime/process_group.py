@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import distributed
@@ -34,10 +35,10 @@ class GlooGroup:
     """One rank's end of a group of processes on several hosts, on the CPU."""
 
     def __init__(self, store: distributed.Store, rank: int, size: int, watch: PeerWatch) -> None:
-        options = distributed.ProcessGroupGloo._Options()
+        options: Any = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_gloo_device()]
         options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-        self._group: distributed.ProcessGroupGloo | None = distributed.ProcessGroupGloo(store, rank, size, options)
+        self._group: Any = distributed.ProcessGroupGloo(store, rank, size, options)
         self._rank = rank
         self._size = size
         self._watch = watch
@@ -143,7 +144,7 @@ class NcclGroup:
     def __init__(self, store: distributed.Store, rank: int, size: int, device: torch.device, watch: PeerWatch) -> None:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(minutes=10)
-        self._group: distributed.ProcessGroupNCCL | None = distributed.ProcessGroupNCCL(store, rank, size, options)
+        self._group: Any = distributed.ProcessGroupNCCL(store, rank, size, options)
         self._group.eager_connect_single_device(device)
         self._device = device
         self._rank = rank
@@ -159,7 +160,7 @@ class NcclGroup:
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> None:
         """Reduce a flat contiguous tensor in place; the order is NCCL's, the same for the same group and size."""
-        options = distributed.AllreduceOptions()
+        options: Any = distributed.AllreduceOptions()
         options.reduceOp = distributed.ReduceOp.SUM if op == "sum" else distributed.ReduceOp.MAX
         self._live().allreduce([flat], options).wait()
 
@@ -197,7 +198,7 @@ class NcclGroup:
         if group is not None:
             group.abort()
 
-    def _live(self) -> "distributed.ProcessGroupNCCL":
+    def _live(self) -> Any:
         if self._group is None:
             self._watch.check()
             raise CommunicatorError("the communicator is closed")

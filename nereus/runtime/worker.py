@@ -195,7 +195,7 @@ class _Worker:
             while True:
                 kind, *rest = self._stream.receive()
                 if kind == "command":
-                    self._commands.put(tuple(rest))  # type: ignore[arg-type]
+                    self._commands.put((rest[0], rest[1], rest[2]))
                 elif kind == "abort":
                     self._abort.set()
                 elif kind == "exit":

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import sys
 import time
 from typing import Any
 
@@ -37,6 +38,11 @@ class PlainService:
         time.sleep(seconds)
         return self.context.device
 
+    def write(self, text: str) -> None:
+        """Write to both standard streams."""
+        print(text, flush=True)
+        print(text, file=sys.stderr)
+
     def fail(self, message: str) -> None:
         """Raise an error with a cause."""
         raise ValueError(message) from KeyError("the cause")
@@ -60,7 +66,8 @@ class PlainService:
         before = self.context.peak_memory_bytes()
         tensor = torch.ones(num_bytes, dtype=torch.uint8)
         shared = mmap.mmap(-1, num_bytes)
-        shared[:] = b"1" * num_bytes
+        for start in range(0, num_bytes, mmap.PAGESIZE):
+            shared[start] = 1
         during = self.context.peak_memory_bytes()
         del tensor
         shared.close()
@@ -183,12 +190,6 @@ class GroupService:
     def disagree(self) -> None:
         """Call the same collective with a size of its own on each rank."""
         self._group.all_reduce(torch.ones(10 + self._group.rank))
-
-    def fail_alone(self, rank: int) -> None:
-        """Raise on one rank while the others wait for it."""
-        if self._group.rank == rank:
-            raise ValueError("only me")
-        self._group.barrier()
 
     def time_all_reduce(self, num_elements: int, repeats: int) -> float:
         """Return the seconds of one all-reduce, the median of many."""

@@ -1,0 +1,303 @@
+"""The local engine with real processes: commands, failures, losses, and that nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nereus.runtime.engine import CommandError, CommandFailed, Engine, WorkerLost, run_command
+from nereus.runtime.local import LocalEngine
+from nereus.runtime.messages import decode, encode
+
+PLAIN = f"{__package__ or 'tests.runtime'}.services:PlainService"
+GROUP = f"{__package__ or 'tests.runtime'}.services:GroupService"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+    with LocalEngine(PLAIN, log_dir=tmp_path_factory.mktemp("log")) as engine:
+        engine.start([0, 1])
+        yield engine
+
+
+@pytest.fixture
+def group_engine() -> Iterator[LocalEngine]:
+    with LocalEngine(GROUP, heartbeat_s=0.2, silent_after_s=2.0) as engine:
+        engine.start([0, 1])
+        connection = {"devices": [0, 1], "epoch": 1, "same_host": True}
+        run_command(engine, "connect", {0: connection, 1: connection}, label="connect", step=None)
+        yield engine
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # a zombie waits for a parent that isn't ours
+
+
+def test_messages_carry_views_by_value_and_any_dtype() -> None:
+    view = torch.arange(1000.0)[10:20].view(2, 5).t()
+    message = {"view": view, "half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.zeros(0, 4), "none": None}
+    data = encode(message)
+    assert len(data) < 600
+    copy = decode(data)
+    assert torch.equal(copy["view"], view) and copy["half"].dtype == torch.bfloat16 and copy["empty"].shape == (0, 4)
+    copy["view"].add_(1)
+
+
+def test_workers_run_commands_with_their_threads_and_cores(engine: LocalEngine) -> None:
+    results = run_command(engine, "describe", {0: {}, 1: {}}, label="test", step=None)
+    assert [results[device]["device"] for device in (0, 1)] == [0, 1]
+    assert all(result["threads"] == 1 and result["huge_pages"] == "1" for result in results.values())
+    if len(os.sched_getaffinity(0)) >= 2:
+        assert results[0]["cores"].isdisjoint(results[1]["cores"])
+    assert results[0]["torch_device"] == "cpu" and set(engine.pids()) == {0, 1}
+
+
+def test_large_values_go_and_come_back(engine: LocalEngine) -> None:
+    value = torch.randn(1 << 20)
+    results = run_command(engine, "echo", {0: {"value": value}, 1: {"value": [1, "two"]}}, label="test", step=0)
+    assert torch.equal(results[0], value) and results[1] == [1, "two"]
+
+
+def test_a_failed_future_tells_type_text_and_traceback(engine: LocalEngine) -> None:
+    error = engine.submit(0, "fail", message="no such thing").exception(timeout=10)
+    assert isinstance(error, CommandFailed) and (error.device, error.error_type) == (0, "ValueError")
+    assert error.message == "no such thing" and not error.out_of_memory
+    assert "in fail" in error.traceback and "the cause" in error.traceback
+    unpicklable = engine.submit(0, "unpicklable").exception(timeout=10)
+    assert isinstance(unpicklable, CommandFailed)
+    assert engine.submit(0, "echo", value=3).result(timeout=10) == 3
+
+
+def test_overlapping_commands_of_many_threads_neither_mix_nor_deadlock(engine: LocalEngine) -> None:
+    results: list[dict[int, int]] = []
+
+    def work(devices: list[int]) -> None:
+        for _ in range(20):
+            results.append(run_command(engine, "nap", {d: {"seconds": 0.001} for d in devices}, label="nap", step=1))
+
+    threads = [threading.Thread(target=work, args=(devices,)) for devices in ([0, 1], [1, 0], [0], [1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(results) == 80 and all(device == value for result in results for device, value in result.items())
+
+
+def test_peak_memory_counts_tensors_and_shared_memory(engine: LocalEngine) -> None:
+    engine.submit(1, "measure", num_bytes=MIB).result(timeout=10)
+    before, during, after = engine.submit(1, "measure", num_bytes=64 * MIB).result(timeout=10)
+    assert 127 * MIB <= during - before < 140 * MIB
+    assert after < before + 16 * MIB
+
+
+def test_release_and_start_leave_the_other_workers_alone(engine: LocalEngine) -> None:
+    before = engine.pids()
+    engine.release([1])
+    assert set(engine.pids()) == {0} and not is_running(before[1])
+    engine.start([1, 2])
+    after = engine.pids()
+    assert set(after) == {0, 1, 2} and after[0] == before[0]
+    results = run_command(engine, "describe", {0: {}, 1: {}, 2: {}}, label="test", step=None)
+    if len(os.sched_getaffinity(0)) < 3:  # too few cores: nobody is pinned
+        assert all(result["cores"] == os.sched_getaffinity(0) for result in results.values())
+    engine.release([2])
+
+
+def test_a_cap_makes_the_allocator_fail() -> None:
+    with LocalEngine(PLAIN, memory_per_device_bytes=256 * MIB) as engine:
+        engine.start([0])
+        assert engine.submit(0, "allocate", num_bytes=64 * MIB).result(timeout=10) >= 64 * MIB
+        with pytest.raises(CommandError, match=r"device 0 ran out of memory during critic\.training, step 4") as caught:
+            run_command(engine, "allocate", {0: {"num_bytes": 512 * MIB}}, label="critic.training", step=4)
+        assert caught.value.out_of_memory
+
+
+def test_a_service_that_cannot_be_made_is_named() -> None:
+    failing = PLAIN.replace("Plain", "Failing")
+    reason = "device 0 failed during start: ValueError: no service on device 0"
+    with LocalEngine(failing) as engine, pytest.raises(CommandError, match=reason):
+        engine.start([0])
+    missing = PLAIN.replace("PlainService", "MissingService")
+    with LocalEngine(missing) as engine, pytest.raises(CommandError, match="can't be imported"):
+        engine.start([0])
+
+
+def test_workers_write_to_a_log_of_the_device(engine: LocalEngine) -> None:
+    engine.submit(1, "write", text="a word").result(timeout=10)
+    log_dir = engine._settings.log_dir
+    assert log_dir is not None and Path(log_dir, "device-1.log").read_text().splitlines() == ["a word", "a word"]
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, r"exited with signal 9 \(SIGKILL\)"), (signal.SIGSTOP, "silent for 2 s")],
+)
+def test_a_killed_or_stopped_worker_is_the_named_cause(
+    group_engine: LocalEngine, number: signal.Signals, reason: str
+) -> None:
+    pids = group_engine.pids()
+    threading.Timer(0.5, os.kill, (pids[1], number)).start()
+    started = time.monotonic()
+    arguments = {device: {"seconds": 60} for device in (0, 1)}
+    with pytest.raises(CommandError, match=rf"device 1 was lost \({reason}\) during actor\.training, step 3") as caught:
+        run_command(group_engine, "all_reduce_until_stopped", arguments, label="actor.training", step=3)
+    assert time.monotonic() - started < 10
+    assert caught.value.device == 1 and isinstance(caught.value.__cause__, WorkerLost)
+    with pytest.raises(CommandError, match="the engine is broken"):
+        run_command(group_engine, "barrier", {0: {}}, label="next", step=3)
+    group_engine.close()
+    assert not any(is_running(pid) for pid in pids.values())
+
+
+class PaperEngine(Engine):
+    """An engine without processes: each device's command ends with a prepared error after some seconds."""
+
+    def __init__(self, ends: dict[int, tuple[float, Exception | None]]) -> None:
+        super().__init__()
+        self.ends = ends
+        self.futures: dict[int, Future] = {}
+        self.aborted = False
+
+    def start(self, device_ids: Sequence[int]) -> None:
+        """Nothing to start."""
+
+    def release(self, device_ids: Collection[int]) -> None:
+        """Nothing to stop."""
+
+    def submit(self, device: int, method: str, /, **kwargs: Any) -> Future:
+        """Return a future that ends as prepared."""
+        future = self.futures[device] = Future()
+        if device in self.ends:
+            seconds, error = self.ends[device]
+            end = (lambda: future.set_exception(error)) if error else (lambda: future.set_result(device))
+            threading.Timer(seconds, end).start()
+        return future
+
+    def abort(self) -> None:
+        """Fail what still waits, as workers do."""
+        self.aborted = True
+        for device, future in self.futures.items():
+            if not future.done():
+                future.set_exception(consequence(device))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def consequence(device: int) -> CommandFailed:
+    return CommandFailed(device, "CommunicatorError", "rank 1 has ended", "", consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        # peers notice before the driver does, whoever has the lower id
+        (
+            {0: (0.0, consequence(0)), 1: (0.2, WorkerLost(1, "exited with code 1"))},
+            "device 1 was lost .* during x, step 2",
+        ),
+        (
+            {0: (0.2, CommandFailed(0, "ValueError", "mine\nand more", "")), 1: (0.0, consequence(1))},
+            "ValueError: mine$",
+        ),
+        ({0: (0.0, CommandFailed(0, "ValueError", "mine", ""))}, "device 0 failed during x, step 2: ValueError: mine"),
+        ({0: (0.0, consequence(0)), 1: (0.0, consequence(1))}, "device 0 failed during x, step 2: CommunicatorError"),
+        ({0: (0.0, None)}, r"x, step 2 did not finish within 0\.5 s on device 1"),
+        (
+            {1: (0.0, CommandFailed(1, "RuntimeError", "no memory", "", out_of_memory=True))},
+            "device 1 ran out of memory during x, step 2: RuntimeError: no memory",
+        ),
+    ],
+)
+def test_the_root_cause_is_found(ends: dict[int, tuple[float, Exception | None]], message: str) -> None:
+    engine = PaperEngine(ends)
+    with pytest.raises(CommandError, match=message) as caught:
+        run_command(engine, "any", {0: {}, 1: {}}, label="x", step=2, timeout_s=0.5)
+    assert engine.aborted and engine.broken == str(caught.value)
+    assert caught.value.step == 2 and caught.value.out_of_memory == ("memory" in message)
+
+
+def test_a_failure_stops_the_commands_of_other_threads_with_its_own_reason() -> None:
+    engine = PaperEngine({2: (0.3, WorkerLost(2, "silent for 15 s"))})
+    errors: list[CommandError] = []
+
+    def block() -> None:
+        with pytest.raises(CommandError) as caught:
+            run_command(engine, "any", {0: {}, 1: {}}, label="first", step=7)
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    with pytest.raises(CommandError, match="device 2 was lost"):
+        run_command(engine, "any", {2: {}}, label="second", step=7)
+    thread.join(timeout=5)
+    assert str(errors[0]).startswith("first, step 7 was stopped: device 2 was lost (silent for 15 s) during second")
+
+
+DRIVER = """
+    import os, signal, sys, time
+    from nereus.runtime.engine import run_command
+    from nereus.runtime.local import LocalEngine
+
+    def raise_exit(*_):
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGTERM, raise_exit)
+    with LocalEngine("{service}", heartbeat_s=0.2) as engine:
+        engine.start([0, 1])
+        connection = dict(devices=[0, 1], epoch=1, same_host=True)
+        run_command(engine, "connect", {{0: connection, 1: connection}}, label="connect", step=None)
+        print(engine._nursery.pid, *engine.pids().values(), flush=True)
+        if sys.argv[1] == "stop":
+            os.kill(engine.pids()[1], signal.SIGSTOP)
+        run_command(engine, "all_reduce_until_stopped", {{d: dict(seconds=60) for d in (0, 1)}}, label="x", step=0)
+"""
+
+
+@pytest.mark.parametrize(("way", "number"), [("stop", signal.SIGKILL), ("run", signal.SIGTERM), ("run", signal.SIGINT)])
+def test_whatever_ends_the_driver_nothing_is_left(way: str, number: signal.Signals) -> None:
+    before = set(os.listdir("/dev/shm"))
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER).format(service=GROUP), way],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        start_new_session=True,
+    )
+    try:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 3
+        time.sleep(0.3)
+        # Ctrl-C reaches the whole terminal group, so the workers too.
+        os.killpg(driver.pid, number) if number == signal.SIGINT else os.kill(driver.pid, number)
+        assert driver.wait(timeout=15) != 0
+        assert wait_for(lambda: not any(is_running(pid) for pid in pids))
+    finally:
+        if driver.poll() is None:
+            os.killpg(driver.pid, signal.SIGKILL)
+    ours = [name for name in set(os.listdir("/dev/shm")) - before if "nereus" in name]
+    assert not ours

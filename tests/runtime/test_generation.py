@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import random
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,82 +11,16 @@ import torch
 from torch import Tensor
 
 from nereus.layout import Layout
-from nereus.model.batch import PackedBatch
 from nereus.model.decoder import DecoderShard
 from nereus.model.group import Alone
 from nereus.model.kv_cache import KvCache
-from nereus.model.spec import ModelSpec, tensors
-from nereus.ppo.random import uniforms
-from nereus.ppo.sampling import sample_tokens
+from nereus.runtime.engine import run_command
 from nereus.runtime.generation import Request, Response, Sampling, generate
+from nereus.runtime.local import LocalEngine
+from tests.runtime.generation_cases import SAMPLING, SPEC, make_requests, make_shard, make_weights, run_plain
 from tests.runtime.thread_ranks import ThreadGroup, ThreadRank, run_ranks
 
-SPEC = ModelSpec(
-    family="llama",
-    vocab=50,
-    hidden=24,
-    layers=3,
-    heads=6,
-    kv_heads=3,
-    head_dim=4,
-    intermediate=20,
-    initializer_range=0.4,
-)
-SAMPLING = Sampling(seed=3, step=1, temperature=0.8, top_p=1.0, max_response_tokens=12, eos_ids=(7, 11, 13))
-
-
-def make_weights(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
-    """Draw a model that is far from uniform, so that a wrong row or position changes its tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(info.shape, generator=generator, dtype=torch.float64) * spec.initializer_range
-        + (1.0 if len(info.shape) == 1 else 0.0)
-        for name, info in tensors(spec).items()
-    }
-
-
-def make_shard(spec: ModelSpec, weights: dict[str, Tensor], layout: Layout, rank: int, group, dtype=torch.float64):
-    shard = DecoderShard(spec, layout, rank, group=group, dtype=dtype, device="cpu")
-    parameters = dict(shard.named_parameters())
-    with torch.no_grad():
-        for view in shard.views():
-            part = view.slice
-            index = tuple(slice(a, b) for a, b in zip(part.starts, part.stops, strict=True))
-            view.of(parameters[view.parameter]).copy_(weights[part.name][index])
-    shard.prepare_decode()
-    return shard
-
-
-def make_requests(num: int, seed: int = 0, longest: int = 9) -> list[Request]:
-    rng = random.Random(seed)
-    return [
-        Request(100 + i, tuple(rng.randrange(SPEC.vocab) for _ in range(rng.randint(1, longest)))) for i in range(num)
-    ]
-
-
-def run_plain(shard: DecoderShard, requests: list[Request], sampling: Sampling) -> list[Response]:
-    """Draw each response alone, the whole sequence computed anew for every token."""
-    responses = []
-    for request in requests:
-        noise = uniforms(sampling.seed, sampling.step, request.sample_id, sampling.max_response_tokens)
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        while len(tokens) < sampling.max_response_tokens and not (tokens and tokens[-1] in sampling.eos_ids):
-            ids = torch.tensor([*request.prompt, *tokens])
-            with torch.no_grad():
-                logits = shard.logits(shard(ids, PackedBatch.of([len(ids)]))[-1:])
-            token, logprob = sample_tokens(
-                logits,
-                noise[len(tokens) : len(tokens) + 1],
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                group=Alone(),
-                vocab_start=0,
-            )
-            tokens.append(int(token))
-            logprobs.append(float(logprob))
-        responses.append(Response(request.sample_id, tokens, logprobs, tokens[-1] in sampling.eos_ids))
-    return responses
+EPOCHS = itertools.count(1)  # of the communicators; none is used twice
 
 
 def run_layout(
@@ -209,6 +144,32 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     for layout in (Layout(), Layout(2, 2)):
         for got in run_layout(layout, requests, sampling, num_slots=3):
             assert [response.tokens for response in got] == wanted
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LocalEngine]:
+    with LocalEngine("tests.runtime.generation_service:GenerationService") as engine:
+        engine.start([0, 1, 2, 3])
+        yield engine
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2)])
+def test_worker_processes_draw_what_the_plain_loop_draws(
+    plain_shard, engine, tp, pp, epochs=itertools.count(1)
+) -> None:
+    requests = make_requests(11, seed=4)
+    order = {
+        "layout": Layout(tp, pp),
+        "requests": requests,
+        "sampling": SAMPLING,
+        "num_slots": 4,
+        "epoch": next(epochs),
+    }
+    answers = run_command(engine, "run", dict.fromkeys(range(tp * pp), order), label="generate", step=None)
+    wanted = run_plain(plain_shard, requests, SAMPLING)
+    for rank in range(tp * pp):
+        assert_same(answers[rank], wanted)
+        assert answers[rank] == answers[0], "ranks disagree bitwise"
 
 
 class CountingShard:

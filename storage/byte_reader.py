@@ -65,6 +65,8 @@ class RemoteBytes:
         stops = [min(s + _RANGE_BYTES, start + len(buffer)) for s in starts]
         parts = self.filesystem.cat_ranges([self.path] * len(starts), starts, stops, on_error="raise")
         for part, first, stop in zip(parts, starts, stops, strict=True):
+            if isinstance(part, BaseException):  # stores of fsspec differ in whether they raise it themselves
+                raise part
             if len(part) != stop - first:
                 raise OSError(errno.EIO, f"bytes {first} to {stop} of {self.path} came back as {len(part)} bytes")
             buffer[first - start : stop - start] = part

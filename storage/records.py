@@ -121,11 +121,16 @@ def _put_next(filesystem: AbstractFileSystem, folder: str, data: bytes) -> None:
     names = _objects(filesystem, folder)
     number = int(posixpath.basename(names[-1]).removesuffix(".json")) + 1 if names else 0
     while True:
+        name = posixpath.join(folder, f"{number:08d}.json")
         try:
-            filesystem.pipe_file(posixpath.join(folder, f"{number:08d}.json"), data, mode="create")
+            filesystem.pipe_file(name, data, mode="create")
             return
         except OSError as error:
-            # Another writer took the number; s3fs says so in one of two ways, depending on the server.
+            # Taken by another writer: s3fs says so by one of these two, depending on the server; EINVAL has other
+            # causes as well (no such bucket), which must not be tried for ever.
             if not isinstance(error, FileExistsError) and error.errno != errno.EINVAL:
+                raise
+            filesystem.invalidate_cache(folder)
+            if not filesystem.exists(name):
                 raise
             number += 1

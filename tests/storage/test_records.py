@@ -1,7 +1,9 @@
 """JSONL records on disk and in an object store."""
 
+import errno
 import math
 
+import fsspec
 import pytest
 
 from storage.records import append_record, keep_records, read_records
@@ -58,3 +60,15 @@ def test_broken_line_inside_is_named(tmp_path):
     path.write_text('{"step": 0}\nrubbish\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_records(path)
+
+
+def test_errors_of_the_store_are_not_tried_for_ever(monkeypatch):
+    """s3fs says EINVAL both for a number that is taken and for a bucket that can't be."""
+    filesystem = fsspec.filesystem("memory")
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EINVAL, "no such bucket")
+
+    monkeypatch.setattr(filesystem, "pipe_file", refuse)
+    with pytest.raises(OSError, match="no such bucket"):
+        append_record("memory://nowhere/m.jsonl", {"step": 0})

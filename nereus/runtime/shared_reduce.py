@@ -25,8 +25,8 @@ import torch
 
 from nereus.runtime.waiting import CommunicatorError, PeerWatch, wait_until
 
-SLOT_BYTES = 1 << 20
-DIRECT_BYTES = 128 << 10
+SLOT_BYTES = 2 << 20
+DIRECT_BYTES = 256 << 10
 _LINE_BYTES = 64
 _LINE_WORDS = _LINE_BYTES // 8
 _PAGE_BYTES = 4096
@@ -43,7 +43,7 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_OPERATIONS = ("sum", "max", "all_gather", "broadcast", "barrier")
+_OPERATIONS = ("sum", "max", "all_gather", "broadcast")
 
 
 def shared_memory_is_ordered() -> bool:
@@ -136,12 +136,8 @@ class SharedCollectives:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self._sequence = sequence = self._sequence + 1
-        words = self._words
-        words[self._rank * _LINE_WORDS] = sequence
-        for index in self._peers:
-            if words[index] < sequence:
-                wait_until(lambda index=index: words[index] >= sequence, self._watch)  # type: ignore[misc]
+        self._signal()
+        self._await_peers()
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> None:
         """Reduce a flat contiguous tensor in place, in rank order; bitwise equal on all ranks."""
@@ -154,24 +150,37 @@ class SharedCollectives:
         reduce_in_rank_order(slots, op, flat)
 
     def _all_reduce_chunks(self, flat: torch.Tensor, op: str) -> None:
-        """Reduce chunk by chunk: each rank reduces its part of a chunk, then all copy the parts of the others."""
-        rank, size = self._rank, self._size
-        per_chunk = SLOT_BYTES // flat.element_size()
-        for start in range(0, flat.numel(), per_chunk):
-            chunk = flat[start : start + per_chunk]
-            count = chunk.numel()
-            bounds = [count * part // size for part in range(size + 1)]
-            low, high = bounds[rank], bounds[rank + 1]
-            slots = self._take_slots(flat.dtype, count)
-            slots[rank][:low].copy_(chunk[:low])
-            slots[rank][high:].copy_(chunk[high:])
-            self._meet(op, flat.dtype, flat.numel() - start)
+        """Reduce chunk by chunk: each rank reduces its part of a chunk, then all copy the parts of the others.
+
+        The next chunk is offered before the sums of this one are fetched, so ranks wait for each other less.
+        """
+        chunks = flat.split(SLOT_BYTES // flat.element_size())
+        slots = self._offer_chunk(chunks[0], op)
+        for index, chunk in enumerate(chunks):
+            bounds = self._bounds(chunk)
+            low, high = bounds[self._rank], bounds[self._rank + 1]
+            self._hear()
             # My own part of my own slot is unwritten so far: the sum goes there, where the others read it.
-            parts = [chunk[low:high] if peer == rank else slots[peer][low:high] for peer in range(size)]
-            reduce_in_rank_order(parts, op, slots[rank][low:high])
+            parts = [chunk if peer == self._rank else slots[peer] for peer in range(self._size)]
+            reduce_in_rank_order([part[low:high] for part in parts], op, slots[self._rank][low:high])
             self.barrier()
-            for peer in range(size):
-                chunk[bounds[peer] : bounds[peer + 1]].copy_(slots[peer][bounds[peer] : bounds[peer + 1]])
+            sums = slots
+            if index + 1 < len(chunks):
+                slots = self._offer_chunk(chunks[index + 1], op)
+            for peer, part in enumerate(sums):
+                chunk[bounds[peer] : bounds[peer + 1]].copy_(part[bounds[peer] : bounds[peer + 1]])
+
+    def _offer_chunk(self, chunk: torch.Tensor, op: str) -> list[torch.Tensor]:
+        """Put what the others will reduce into my slot, and say so; return all slots."""
+        bounds = self._bounds(chunk)
+        slots = self._take_slots(chunk.dtype, chunk.numel())
+        for piece in (slice(0, bounds[self._rank]), slice(bounds[self._rank + 1], None)):
+            slots[self._rank][piece].copy_(chunk[piece])
+        self._say(op, chunk.dtype, chunk.numel())
+        return slots
+
+    def _bounds(self, chunk: torch.Tensor) -> list[int]:
+        return [chunk.numel() * part // self._size for part in range(self._size + 1)]
 
     def broadcast(self, flat: torch.Tensor, src: int) -> None:
         """Copy the flat contiguous tensor of rank `src` into that of every rank."""
@@ -225,26 +234,52 @@ class SharedCollectives:
             self._views[key] = slots
         return slots
 
+    def _signal(self) -> None:
+        """Advance my counter: all that I wrote before is for the others to read."""
+        self._sequence += 1
+        self._words[self._rank * _LINE_WORDS] = self._sequence
+
+    def _await_peers(self) -> None:
+        """Wait until no counter is behind mine."""
+        words, sequence = self._words, self._sequence
+        for index in self._peers:
+            if words[index] < sequence:
+                wait_until(lambda index=index: words[index] >= sequence, self._watch)  # type: ignore[misc]
+
     def _meet(self, op: str, dtype: torch.dtype, count: int, *, own_count: int = 0) -> list[int]:
-        """Say what I am about to do, wait for the others, check that they do the same; return their own counts.
+        """Say what I am about to do, wait for the others, check that they do the same; return their own counts."""
+        self._say(op, dtype, count, own_count)
+        return self._hear()
+
+    def _say(self, op: str, dtype: torch.dtype, count: int, own_count: int = 0) -> None:
+        """Write my header of the current buffer and signal."""
+        own = self._header(self._rank)
+        self._words[own] = _OPERATIONS.index(op) | _DTYPES.index(dtype) << 8 | count << 16
+        self._words[own + 1] = own_count
+        self._signal()
+
+    def _hear(self) -> list[int]:
+        """Wait for what the others say and return their own counts.
 
         Raises:
             CommunicatorError: a peer is in another operation, or has another dtype or size.
         """
-        said = _OPERATIONS.index(op) | _DTYPES.index(dtype) << 8 | count << 16
-        words, line = self._words, (1 + self._buffer) * self._size * _LINE_WORDS
-        own = line + self._rank * _LINE_WORDS
-        words[own], words[own + 1] = said, own_count
-        self.barrier()
+        self._await_peers()
+        words = self._words
+        said = words[self._header(self._rank)]
         own_counts = []
         for peer in range(self._size):
-            word = words[line + peer * _LINE_WORDS]
-            if word != said:
+            header = self._header(peer)
+            if words[header] != said:
                 raise CommunicatorError(
-                    f"rank {self._rank} is in {_read_said(said)} while rank {peer} is in {_read_said(word)}"
+                    f"rank {self._rank} is in {_read_said(said)} while rank {peer} is in {_read_said(words[header])}"
                 )
-            own_counts.append(words[line + peer * _LINE_WORDS + 1])
+            own_counts.append(words[header + 1])
         return own_counts
+
+    def _header(self, rank: int) -> int:
+        """Return the word where the header of a rank begins in the current buffer."""
+        return ((1 + self._buffer) * self._size + rank) * _LINE_WORDS
 
 
 def _read_said(word: int) -> str:

@@ -153,7 +153,7 @@ class DecoderShard(nn.Module):
         cos, sin = self._rotary.gather(positions, length)
         rows = cache.rows(torch.arange(len(positions), device=positions.device), positions)
         mask = decode_mask(positions, length, self.dtype, self.spec.sliding_window)
-        step = Step(cache, rows, cos, sin, mask)
+        step = Step(cache, cache.window(len(positions), length), rows, cos, sin, mask)
         hidden = self.embed(x) if self.is_first else x
         for layer in self._prepared or self._decode_layers(packed=False):
             hidden = layer(hidden, step)

@@ -62,6 +62,11 @@ class KvCache:
         values = all_slots * kv_heads * max_tokens
         return (first[:, None] + torch.cat((heads, heads + values))).view(-1)
 
+    def window(self, num_slots: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Return per local layer views of the first slots and positions, [num_slots, kv_local, length, head_dim]."""
+        keys, values = self._slots[:, :, :num_slots, :, :length].unbind(1)
+        return list(zip(keys.unbind(), values.unbind(), strict=True))
+
     def write(self, index: int, rows: Tensor, key_value: Tensor) -> None:
         """Write the keys, then values, [N, 2 * kv_local, head_dim] of the local layer `index` to `rows`."""
         self._flat[index].index_copy_(0, rows, key_value.reshape(-1, key_value.shape[-1]))

@@ -49,9 +49,20 @@ def test_decode_attention_sees_its_slot_up_to_its_position(window):
     torch.manual_seed(0)
     keys, values = torch.randn(2, 5, 2, 10, 8, dtype=torch.float64)
     q = torch.randn(3, 6, 8, dtype=torch.float64)
-    out = decode_attention(q, keys, values, decode_mask(positions, 7, torch.float64, window)).view(3, 6, 8)
+    mask = decode_mask(positions, 7, torch.float64, window)
+    out = decode_attention(q, keys[:3, :, :7], values[:3, :, :7], mask).view(3, 6, 8)
     for slot, position in enumerate(positions.tolist()):
         k, v = (t[slot, :, : position + 1].transpose(0, 1) for t in (keys, values))
         padded = torch.zeros(position + 1, 6, 8, dtype=torch.float64)
         padded[-1] = q[slot]
         torch.testing.assert_close(out[slot], plain_attention(padded, k, v, window)[-1], atol=1e-12, rtol=0)
+
+
+def test_many_bfloat16_slots_decode_like_few():
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 5, 2, 10, 8).bfloat16()
+    q = torch.randn(5, 6, 8).bfloat16()
+    mask = decode_mask(torch.tensor([4, 0, 6, 9, 2]), 10, torch.bfloat16, 6)
+    many = decode_attention(q, keys, values, mask)
+    few = [decode_attention(q[i : i + 1], keys[i : i + 1], values[i : i + 1], mask[i : i + 1]) for i in range(5)]
+    torch.testing.assert_close(many, torch.cat(few), atol=0.03, rtol=0.03)

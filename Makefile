@@ -52,5 +52,7 @@ smollm2: setup  ## fetch SmolLM2-135M-Instruct and convert it to safetensors
 serve: setup  ## a Prefect server with its UI and a worker for pool `nereus`, until Ctrl-C
 	$(BIN)/python -m flows.serve --port $(PORT)
 
+deploy: export PREFECT_API_URL ?= http://127.0.0.1:$(PORT)/api
 deploy: setup  ## create the pool and the deployments on the server of `make serve` (or PREFECT_API_URL)
-	PREFECT_API_URL=$${PREFECT_API_URL:-http://127.0.0.1:$(PORT)/api} $(BIN)/python -m flows.serve --deploy
+	$(BIN)/prefect work-pool inspect nereus >/dev/null 2>&1 || $(BIN)/prefect work-pool create nereus --type process
+	$(BIN)/prefect --no-prompt deploy --all </dev/null

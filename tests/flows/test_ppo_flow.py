@@ -1,0 +1,117 @@
+"""The flow and its tasks on a real Prefect API, over a session without workers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_session import FakeSession, find_session
+from prefect.settings import PREFECT_API_URL
+
+import flows.ppo
+import tasks.ppo
+from nereus.config import RunConfig, load_config
+from nereus.progress import Event, watch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+
+@pytest.fixture(autouse=True)
+def _fake_session(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flows.ppo, "Session", FakeSession)
+    monkeypatch.setattr(tasks.ppo, "find_session", find_session)
+    monkeypatch.setattr(FakeSession, "opened", {})
+
+
+def config_in(folder: Path, *overrides: str) -> RunConfig:
+    return load_config("tiny-cpu", [f"run_dir={folder / 'amber'}", *overrides])
+
+
+def test_a_run_is_the_algorithm_step_by_step(tmp_path: Path):
+    events: list[Event] = []
+    with watch(events.append):
+        summary = flows.ppo.train_ppo(config_in(tmp_path, "steps=3"))
+    session = FakeSession.opened["amber"]
+    assert summary["final"].endswith("amber/final")
+    assert session.closed
+    for step in range(3):
+        names = [name for name, at in session.calls if at == step]
+        assert names[0] == "generate"
+        assert set(names[1:5]) == {"score", "infer_reference", "infer_logprobs", "infer_values"}
+        assert names[5] == "estimate_advantages"
+        assert set(names[6:8]) == {"train_actor", "train_critic"}
+        assert names[8:] == ["sync_weights", "finish_step"]
+    assert [at for _, at in session.calls] == sorted(at for _, at in session.calls)
+    assert [event.step for event in events if event.kind == "step"] == [0, 1, 2]
+    assert events[0].kind == "opened"
+
+
+def test_stages_without_shared_results_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    inside, most = set(), set()
+
+    def note(self: FakeSession, name: str, step: int) -> dict:
+        inside.add(name)
+        time.sleep(0.3)
+        most.add(frozenset(inside))
+        inside.discard(name)
+        return {}
+
+    monkeypatch.setattr(FakeSession, "_note", note)
+    flows.ppo.train_ppo(config_in(tmp_path, "steps=1"))
+    assert {"score", "infer_reference", "infer_logprobs", "infer_values"} in most
+    assert {"train_actor", "train_critic"} in most
+
+
+@pytest.mark.parametrize("stage", ["generate", "infer_values", "train_critic", "finish_step"])
+def test_a_failure_in_any_stage_ends_the_run_and_frees_the_session(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakeSession, "fail_at", (stage, 1))
+    with pytest.raises(RuntimeError, match=f"device 1 died in {stage} of step 1"):
+        flows.ppo.train_ppo(config_in(tmp_path, "steps=3"))
+    session = FakeSession.opened["amber"]
+    assert session.closed
+    assert max(step for _, step in session.calls) == 1
+
+
+def test_parameters_as_the_ui_sends_them():
+    summary = flows.ppo.train_ppo(config={"steps": 1, "run_dir": "runs/from-ui"})
+    assert summary["run_dir"] == "runs/from-ui"
+
+
+def test_without_a_run_dir_the_run_has_the_id_of_the_flow_run():
+    flows.ppo.train_ppo(load_config("tiny-cpu", ["steps=1"]))
+    (run_id,) = FakeSession.opened
+    assert len(run_id) == 36
+
+
+def test_resuming_is_refused_in_one_sentence(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"resume_from 'runs/old' is not supported yet; leave it empty"):
+        flows.ppo.train_ppo(config_in(tmp_path), resume_from="runs/old")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_middle_of_a_stage_frees_the_session(sent: signal.Signals, tmp_path: Path):
+    (tmp_path / "amber").mkdir()
+    flow_process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("slow_run.py")), str(tmp_path / "amber")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_API_URL": PREFECT_API_URL.value()},
+    )
+    try:
+        assert flow_process.stdout is not None
+        assert flow_process.stdout.readline() == "in training\n"
+        flow_process.send_signal(sent)
+        output, _ = flow_process.communicate(timeout=60)
+        assert "stopped" in output
+        assert (tmp_path / "amber" / "closed").exists()
+    finally:
+        flow_process.kill()
+        flow_process.wait()

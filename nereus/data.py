@@ -39,11 +39,13 @@ class PromptTokens:
         token_ids: never empty.
         text: what the reward function gets as `prompt`; chat messages rendered by the chat template.
         example: the other keys of the prompt's line.
+        messages: the prompt as chat messages, for a reward model with a chat template of its own.
     """
 
     token_ids: list[int]
     text: str
     example: dict[str, Any]
+    messages: list[dict[str, Any]]
 
 
 def read_bytes(url: str) -> bytes:
@@ -143,9 +145,10 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Any, max_prompt_token
 
 def _encode(example: Example, tokenizer: Any) -> PromptTokens:
     if isinstance(example.prompt, str):
-        text = example.prompt
+        text, messages = example.prompt, [{"role": "user", "content": example.prompt}]
         token_ids = tokenizer.encode(text)
     else:
+        messages = example.prompt
         try:
             text = tokenizer.apply_chat_template(example.prompt, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of its own: it raises what it likes
@@ -156,4 +159,4 @@ def _encode(example: Example, tokenizer: Any) -> PromptTokens:
         token_ids = tokenizer.encode(text, add_special_tokens=False)  # the template has put them in
     if not token_ids:
         raise ValueError(f"data.prompts: {example.where} has a prompt without any token; write a longer one.")
-    return PromptTokens([int(token) for token in token_ids], text, example.example)
+    return PromptTokens([int(token) for token in token_ids], text, example.example, messages)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nereus.config import RunConfig
+from nereus.data import PromptTokens
 from nereus.model.export import begin_export, finish_export
 from nereus.plan import Plan
 from nereus.ppo.batching import order_of_minibatches, prompt_indices
@@ -158,11 +159,16 @@ class Session:
 
     # Generation
 
-    def generate(self, step: int) -> dict[str, Any]:
-        """Draw the step's rollouts with the current policy version."""
+    def begin_step(self, rollouts: Rollouts | None = None) -> None:
+        """Start a step's clock and statistics; with rollouts given, go on from these instead of drawing any."""
         self._clock = StepClock()
         self._stats = {}
         self._step_policy_version = self.policy_version
+        self._rollouts = rollouts
+
+    def generate(self, step: int) -> dict[str, Any]:
+        """Draw the step's rollouts with the current policy version."""
+        self.begin_step()
         rollout, name = self.config.rollout, "actor.generation"
         count = rollout.samples_per_step
         ids = list(range(step * count, (step + 1) * count))
@@ -212,7 +218,7 @@ class Session:
             samples = [rollouts.sample(index) for index in range(len(rollouts))]
         else:
             samples = [
-                retokenize(tokenizer, prompt.text, self._text(response.tokens))
+                retokenize(tokenizer, prompt, self._text(response.tokens))
                 for prompt, response in zip(rollouts.prompts, rollouts.responses, strict=True)
             ]
         return [float(array[0]) for array in self._infer("reward.inference", "infer_scores", samples, step)]
@@ -352,12 +358,12 @@ def make_engine(config: RunConfig) -> Engine:
     )
 
 
-def retokenize(tokenizer: Any, prompt: str, response: str) -> Sample:
+def retokenize(tokenizer: Any, prompt: PromptTokens, response: str) -> Sample:
     """Return a prompt and response as another tokenizer's chat: what a reward model with its own tokens takes."""
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
     if tokenizer.chat_template is None:
-        tokens = tokenizer.encode(prompt + response)
+        tokens = tokenizer.encode(prompt.text + response)
     else:
+        messages = [*prompt.messages, {"role": "assistant", "content": response}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         tokens = tokenizer.encode(text, add_special_tokens=False)
     return Sample(np.asarray(tokens, dtype=np.int64), len(tokens) - 1)

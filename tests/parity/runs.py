@@ -75,9 +75,7 @@ def read_whole(session: Session, engine: Engine, name: str) -> dict[str, np.ndar
     """Return a model-stage's whole tensors, assembled from the owned slices of its first replica."""
     devices = session.plan[name].replicas[0]
     parts = run_command(engine, "read_parameters", {d: {"model_stage": name} for d in devices}, label=name, step=None)
-    whole = {
-        info.name: np.full(info.shape, np.nan) for info in tensors(session.job.sources[name].spec).values()
-    }
+    whole = {info.name: np.full(info.shape, np.nan) for info in tensors(session.job.sources[name].spec).values()}
     for device in devices:
         for starts, tensor, array in parts[device]:
             index = tuple(slice(start, start + size) for start, size in zip(starts, array.shape, strict=True))
@@ -92,5 +90,3 @@ def largest_difference(left: Run, right: Run) -> float:
         for name in left.parameters
         for tensor in left.parameters[name]
     )
-
-

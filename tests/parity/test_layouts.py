@@ -1,0 +1,113 @@
+"""Layout invariance: any plan trains the same model, up to the order of floating-point sums."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nereus.runtime.engine import Engine
+from tests.parity.runs import ODD_TINY, Run, largest_difference, run_job, uniform_layouts, uniform_plan
+
+STAGES = ["actor.generation", "actor.training", "critic.training", "reference.inference"]
+# Learning rates at which parameters move by far more than the tolerance; eps keeps Adam from amplifying rounding.
+TREE: dict[str, Any] = {
+    "model": {"tiny": ODD_TINY},
+    "rollout": {"prompts_per_step": 9, "max_prompt_tokens": 16, "max_response_tokens": 12},
+    "ppo": {"minibatches": 2, "actor_lr": 3e-3, "critic_lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1},
+    "precision": "float64",
+    "steps": 3,
+    "seed": 5,
+    "cluster": {"devices": 4, "memory_per_device": "2GiB"},
+}
+NUM_MIXED_PLANS = int(os.environ.get("NEREUS_SWEEP", "20"))
+
+
+def tree_of(reward: str, reward_model: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the config and model-stages of a run whose reward is a function or a model."""
+    if reward == "function":
+        return TREE, STAGES
+    return {**TREE, "reward": {"model": str(reward_model)}}, [*STAGES, "reward.inference"]
+
+
+@pytest.fixture(scope="module")
+def base(workers: Engine, tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> dict[str, Run]:
+    """The runs on one device that all others are held against, by kind of reward."""
+    folder = tmp_path_factory.mktemp("base")
+    runs = {}
+    for reward in ("function", "model"):
+        tree, stages = tree_of(reward, reward_model)
+        runs[reward] = run_job(workers, folder, tree, uniform_plan(stages, 1, 1, 1))
+    return runs
+
+
+def assert_same(run: Run, base: Run) -> None:
+    assert run.tokens == base.tokens
+    assert largest_difference(run, base) <= 1e-9
+    assert [m["rollouts_digest"] for m in run.metrics] == [m["rollouts_digest"] for m in base.metrics]
+    assert max(m["first_ratio_max_error"] for m in run.metrics) <= 1e-9
+    assert max(m["generation_logprob_gap_max"] for m in run.metrics) <= 1e-9
+
+
+def test_base_trains(base: dict[str, Run]) -> None:
+    """The runs must do something: lengths differ, parameters move, the synced weights are the trained ones."""
+    for run in base.values():
+        assert len({len(tokens) for step in run.tokens for tokens in step}) > 3
+        assert run.metrics[-1]["policy_version"] == 4
+        assert run.metrics[-1]["kl_k3"] > 1e-4
+        assert run.metrics[-1]["reward_std"] > 0
+        trained, synced = run.parameters["actor.training"], run.parameters["actor.generation"]
+        assert all(np.array_equal(trained[name], synced[name]) for name in trained)
+
+
+@pytest.mark.parametrize("reward", ["function", "model"])
+@pytest.mark.parametrize("layout", uniform_layouts(), ids=lambda d: "x".join(map(str, d)))
+def test_uniform_layouts(
+    workers: Engine, tmp_path: Path, base: dict[str, Run], reward_model: Path, layout: tuple[int, int, int], reward: str
+) -> None:
+    tree, stages = tree_of(reward, reward_model)
+    assert_same(run_job(workers, tmp_path, tree, uniform_plan(stages, *layout)), base[reward])
+
+
+def draw_plan(stages: list[str], seed: int) -> dict[str, Any]:
+    """Draw layout, devices in any order, micro-batch and recomputation of each model-stage on its own."""
+    rng = random.Random(seed)
+    plan = {}
+    for name in stages:
+        dp, tp, pp = rng.choice(uniform_layouts())
+        plan[name] = {
+            "dp": dp,
+            "tp": tp,
+            "pp": pp,
+            "devices": rng.sample(range(4), dp * tp * pp),
+            "micro_batch": rng.randint(1, 5),
+            "recompute": name.endswith("training") and rng.random() < 0.5,
+        }
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(NUM_MIXED_PLANS))
+def test_mixed_plans(workers: Engine, tmp_path: Path, base: dict[str, Run], reward_model: Path, seed: int) -> None:
+    reward = "model" if seed % 2 else "function"
+    tree, stages = tree_of(reward, reward_model)
+    assert_same(run_job(workers, tmp_path, tree, draw_plan(stages, seed)), base[reward])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 2)], ids=lambda d: "x".join(map(str, d)))
+def test_same_plan_twice_is_bitwise_equal(
+    workers: Engine, tmp_path: Path, layout: tuple[int, int, int], precision: str
+) -> None:
+    tree = {**TREE, "precision": precision}
+    first, second = (run_job(workers, tmp_path, tree, uniform_plan(STAGES, *layout)) for _ in range(2))
+    assert first.tokens == second.tokens
+    assert largest_difference(first, second) == 0.0
+    for left, right in zip(first.metrics, second.metrics, strict=True):
+        volatile = {"seconds", "peak_memory_bytes"}
+        assert {k: v for k, v in left.items() if k not in volatile} == {
+            k: v for k, v in right.items() if k not in volatile
+        }

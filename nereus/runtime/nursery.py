@@ -73,9 +73,11 @@ class Nursery:
             return None
         return json.loads(packet) if packet else None
 
-    def close(self) -> None:
-        """End the nursery and every worker that still lives."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the nursery and every worker that still lives; `at_once` while it still imports and has no workers."""
         self._control.close()
+        if at_once:
+            self._process.kill()
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -97,8 +99,9 @@ class _NurseryProcess:
         parent = os.getppid()
         try:
             service = load_service(self._settings.service)
-        except Exception:
-            self._report({"failed": traceback.format_exc()[-_PACKET_BYTES // 4 :]})
+        except Exception as error:
+            traceback.print_exc()
+            self._report({"failed": f"{type(error).__name__}: {error}"[:1000]})
             return
         gc.collect()
         gc.freeze()  # the collector would otherwise touch, and so copy, the pages shared with the workers

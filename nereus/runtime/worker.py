@@ -17,7 +17,6 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -224,7 +223,6 @@ class _Worker:
 
 def _set_up_process(settings: WorkerSettings, device: int, cores: list[int] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group; the driver decides
-    signal.signal(signal.SIGTERM, _end_process)
     if settings.log_dir is not None:
         log = os.open(f"{settings.log_dir}/device-{device}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
@@ -233,12 +231,6 @@ def _set_up_process(settings: WorkerSettings, device: int, cores: list[int] | No
     if cores is not None:
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(settings.threads)
-
-
-def _end_process(signal_number: int, frame: FrameType | None) -> None:
-    """End by the signal itself, so that the exit status names it."""
-    signal.signal(signal_number, signal.SIG_DFL)
-    os.kill(os.getpid(), signal_number)
 
 
 def _describe_error(error: Exception) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_a_service_that_cannot_be_made_is_named() -> None:
     with LocalEngine(failing) as engine, pytest.raises(CommandError, match=reason):
         engine.start([0])
     missing = PLAIN.replace("PlainService", "MissingService")
-    with LocalEngine(missing) as engine, pytest.raises(CommandError, match="can't be imported"):
+    with LocalEngine(missing) as engine, pytest.raises(CommandError, match="can't be imported: AttributeError"):
         engine.start([0])
 
 

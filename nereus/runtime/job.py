@@ -11,9 +11,9 @@ from nereus.cluster import local_cluster
 from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
 from nereus.cost.memory import Workload, check_memory
 from nereus.data import PromptTokens, encode_prompts, read_prompts
-from nereus.model.checkpoint import check_checkpoint, read_spec
-from nereus.model.tokens import read_eos_ids
+from nereus.model.checkpoint import check_checkpoint, has_value_head, read_spec
 from nereus.model.spec import Head, ModelSpec
+from nereus.model.tokens import read_eos_ids
 from nereus.plan import Plan
 from nereus.planner import plan_auto, resolve_plan
 from nereus.rewards import load_reward_function
@@ -99,17 +99,19 @@ def _sources(config: RunConfig) -> dict[str, ModelSource]:
 
 
 def _source(config: RunConfig, role: str, head: Head, model: OptionalModelConfig) -> ModelSource:
-    fresh = role if head == "value" else None
     weights_role = role
     if model.path is None and model.tiny is None:  # the actor's weights
         model, weights_role = config.model, "actor"
     if model.path is not None:
         path = os.path.expanduser(resolve_path(model.path))
         spec = read_spec(path, head=head)
-        check_checkpoint(path, replace(spec, head="lm") if fresh else spec)
-        return ModelSource(spec, path, config.seed, weights_role, fresh)
+        if head == "score" and spec.num_labels != 1:
+            raise ValueError(f"reward.model: {path} has {spec.num_labels} labels; a reward model has exactly one.")
+        lacks_head = head == "value" and not has_value_head(path)
+        check_checkpoint(path, replace(spec, head="lm", tie_embeddings=True) if lacks_head else spec)
+        return ModelSource(spec, path, config.seed, role, weights_role)
     assert model.tiny is not None
-    return ModelSource(tiny_spec(model.tiny, head), None, config.seed, weights_role, fresh)
+    return ModelSource(tiny_spec(model.tiny, head), None, config.seed, role, weights_role)
 
 
 def tiny_spec(tiny: TinyConfig, head: Head = "lm") -> ModelSpec:

@@ -18,7 +18,7 @@ import torch
 
 from nereus.config import RunConfig
 from nereus.data import PromptTokens
-from nereus.model.export import begin_export, finish_export
+from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.plan import Plan
 from nereus.ppo.batching import order_of_minibatches, prompt_indices
 from nereus.ppo.kl import KlController
@@ -334,11 +334,16 @@ class Session:
             dtype=torch.float32 if self.config.precision == "bfloat16" else getattr(torch, self.config.precision),
             config_from=source.path,
             tokenizer_from=self.job.tokenizer_path,
+            replace=True,
         )
         kwargs = {device: {"model_stage": name, "plan": export} for device in self.plan[name].devices}
-        written = self._run(name, "write_export", kwargs, None)
-        finish_export(export)
-        return {"run_dir": self.run_dir, "final": self._records.path("final"), "bytes": sum(written.values())}
+        try:
+            written = sum(self._run(name, "write_export", kwargs, None).values())
+            finish_export(export, written_bytes=written)
+        except BaseException:
+            abandon_export(export)
+            raise
+        return {"run_dir": self.run_dir, "final": self._records.path("final"), "bytes": written}
 
     @property
     def rollouts(self) -> Rollouts:

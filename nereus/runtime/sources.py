@@ -5,27 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nereus.model.spec import ModelSpec
-from nereus.model.weights import CheckpointSource, FreshHead, RandomSource, WeightSource
+from nereus.model.weights import FreshHead, RandomSource, WeightSource, open_weights
 
 
 @dataclass(frozen=True)
 class ModelSource:
     """A Hugging Face directory (`path`), or random weights drawn from (seed, `weights_role`, tensor name).
 
-    `fresh_head_role` names the role whose value or reward head is drawn anew instead of read.
+    `role` names what the model is used as; a value head that the files lack is drawn from (seed, role).
     """
 
     spec: ModelSpec
     path: str | None
     seed: int
+    role: str
     weights_role: str
-    fresh_head_role: str | None = None
 
     def open(self) -> WeightSource:
-        spec = replace(self.spec, head="lm") if self.fresh_head_role else self.spec
-        base: WeightSource
         if self.path is not None:
-            base = CheckpointSource(self.path, spec)
-        else:
-            base = RandomSource(spec, self.seed, self.weights_role)
-        return FreshHead(base, self.spec, self.seed, self.fresh_head_role) if self.fresh_head_role else base
+            return open_weights(self.path, self.spec, seed=self.seed, role=self.role)
+        if self.spec.head == "lm":
+            return RandomSource(self.spec, self.seed, self.weights_role)
+        backbone = RandomSource(replace(self.spec, head="lm"), self.seed, self.weights_role)
+        return FreshHead(backbone, self.spec, self.seed, self.role)

@@ -1,6 +1,9 @@
 """Runs the flow in this process, for a terminal that reports errors itself."""
 
 import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from prefect.exceptions import TerminationSignal
@@ -19,10 +22,29 @@ def run_here(config: RunConfig) -> dict[str, Any]:
     """
     for handler in get_logger().handlers:
         handler.addFilter(_is_news)
+    with _sigterm_interrupts():
+        try:
+            return train_ppo(config)
+        except TerminationSignal:
+            raise KeyboardInterrupt from None
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end this process by an exception.
+
+    Prefect ends the flow run first, then sends the signal again to whoever had it before; Python's default would end
+    the process without a word.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        return train_ppo(config)
-    except TerminationSignal:
-        raise KeyboardInterrupt from None
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

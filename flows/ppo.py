@@ -16,7 +16,7 @@ from nereus.config import RunConfig, load_config
 from nereus.progress import Event, publish
 from nereus.report.plots import draw_run_pngs
 from nereus.runtime.session import Session
-from tasks.artifacts import open_progress, publish_plan, publish_plots, update_progress
+from tasks.artifacts import ProgressArtifact, publish_plan, publish_plots
 from tasks.ppo import (
     estimate_advantages,
     finish_step,
@@ -47,14 +47,15 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
         num_steps, plan = len(session.steps), session.plan.to_record()
         publish(Event("opened", run_id, None, {"run_dir": session.run_dir, "steps": num_steps, "plan": plan}))
         publish_plan(plan)
-        progress = open_progress(num_steps)
+        progress = ProgressArtifact(num_steps)
         history = []
         for step in session.steps:
             metrics = run_step(run_id, step)
-            update_progress(progress, step, num_steps, metrics)
+            progress.update(step, metrics)
             history.append(metrics)
+        summary = session.finish()
         publish_plots(draw_run_pngs(history))
-        return session.finish()
+        return summary
 
 
 @task(task_run_name="step-{step}", cache_policy=NO_CACHE, persist_result=False)

@@ -1,6 +1,6 @@
 """`make serve`: a Prefect server with its UI and a worker for the pool `nereus`, until Ctrl-C or SIGTERM.
 
-    python -m flows.serve --port 4200
+python -m flows.serve --port 4200
 """
 
 import argparse

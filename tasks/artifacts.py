@@ -1,9 +1,9 @@
 """Artifacts of a run for Prefect's UI: progress, plan table, plots. A view: nothing is read back from them."""
 
 import base64
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import UUID
 
 from prefect.artifacts import (
     create_markdown_artifact,
@@ -19,17 +19,25 @@ def publish_plan(plan: Mapping[str, Mapping[str, Any]]) -> None:
     create_table_artifact(rows, key="plan", description="Replicas (dp), layout (tp x pp) and devices")
 
 
-def open_progress(num_steps: int) -> UUID:
-    """Show 0 of `num_steps` steps; the returned id is for `update_progress`."""
-    artifact = create_progress_artifact(0.0, key="progress", description=f"0 of {num_steps} steps")
-    return artifact if isinstance(artifact, UUID) else UUID(str(artifact))
+class ProgressArtifact:
+    """How far a run is, in words; written at most once a second, so that short steps don't wait for it."""
 
+    MIN_INTERVAL_S = 1.0
 
-def update_progress(artifact: UUID, step: int, num_steps: int, metrics: Mapping[str, Any]) -> None:
-    """Show how far the run is, and the newest reward and length in words."""
-    reward, length = metrics.get("reward_mean", 0.0), metrics.get("response_tokens_mean", 0.0)
-    text = f"{step + 1} of {num_steps} steps; reward {reward:.3f}, {length:.1f} tokens a response"
-    update_progress_artifact(artifact, progress=100.0 * (step + 1) / num_steps, description=text)
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._id = create_progress_artifact(0.0, key="progress", description=f"0 of {num_steps} steps")
+        self._written_s = time.monotonic()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that `step` has ended, with its reward and response length; the last step is always shown."""
+        is_last = step + 1 == self._num_steps
+        if not is_last and time.monotonic() - self._written_s < self.MIN_INTERVAL_S:
+            return
+        reward, length = metrics.get("reward_mean", 0.0), metrics.get("response_tokens_mean", 0.0)
+        text = f"{step + 1} of {self._num_steps} steps; reward {reward:.3f}, {length:.1f} tokens a response"
+        update_progress_artifact(self._id, progress=100.0 * (step + 1) / self._num_steps, description=text)
+        self._written_s = time.monotonic()
 
 
 def publish_plots(plots: Sequence[tuple[str, bytes]]) -> None:

@@ -1,0 +1,93 @@
+"""Plots and the HTML report of a run."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nereus.config import dump_config, load_config
+from nereus.report.html import write_report
+from nereus.report.plots import draw_run_pngs, draw_seconds
+from nereus.report.summary import summarize
+
+
+def metrics_line(step: int) -> dict:
+    return {
+        "step": step, "policy_version": 2 * step, "reward_mean": 0.1 * step, "reward_std": 0.05, "kl_k1": 0.01,
+        "kl_k3": 0.012, "response_tokens_mean": 10.0 + step, "response_tokens_p95": 30.0, "rollout_tokens": 320,
+        "plan": {"actor.training": {"dp": 2, "tp": 1, "pp": 1, "devices": [0, 1], "micro_batch": 4}},
+        "seconds": {"generation": 0.5, "training": 0.4, "orchestration": 0.1, "transition": 0.0, "total": 1.0},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "amber"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(dump_config(load_config("tiny-cpu")))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics_line(step)) + "\n" for step in range(8)))
+    return folder
+
+
+class Outside(HTMLParser):
+    """Collects everything that a page would fetch or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [f"{tag} {value}" for name, value in attrs if name in ("src", "href") and value]
+        self.found += [tag] if tag in ("script", "link", "iframe") else []
+
+
+def test_one_file_holds_everything(run_dir: Path):
+    path = write_report(str(run_dir))
+    page = Path(path).read_text()
+    assert path == f"{run_dir}/report.html"
+    outside = Outside()
+    outside.feed(page)
+    assert outside.tags.count("figure") == outside.tags.count("svg") == 4
+    assert not outside.found
+    for text in ("amber", "actor.training", "prompts_per_step", "0.200 → 0.500", "8 steps"):
+        assert text in page
+
+
+def test_a_run_name_is_text_not_markup(run_dir: Path):
+    run_dir = run_dir.rename(run_dir.with_name("<script>x"))
+    assert "<script>" not in Path(write_report(str(run_dir))).read_text()
+
+
+def test_a_run_without_steps_has_a_report_too(run_dir: Path):
+    (run_dir / "metrics.jsonl").unlink()
+    assert "No step has ended yet" in Path(write_report(str(run_dir))).read_text()
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"holds no run .*; give the directory of a run"):
+        write_report(str(tmp_path))
+
+
+def test_summary_compares_first_and_last_steps():
+    summary = summarize([metrics_line(step) for step in range(10)])
+    assert summary["steps"] == 10
+    assert summary["reward_first"] == pytest.approx(0.2)
+    assert summary["reward_last"] == pytest.approx(0.7)
+    assert summary["tokens_per_s"] == pytest.approx(320)
+
+
+def test_plots_bear_missing_numbers_and_single_steps():
+    line = metrics_line(0) | {"kl_k1": None}
+    del line["response_tokens_p95"]
+    assert all(png.startswith(b"\x89PNG") for _, png in draw_run_pngs([line]))
+    assert draw_run_pngs([]) == []
+
+
+def test_bars_of_a_step_end_at_its_seconds():
+    (axes,) = draw_seconds([metrics_line(0), metrics_line(1)]).axes
+    tops = [bar.get_y() + bar.get_height() for bar in axes.patches]
+    assert max(tops) == pytest.approx(1.0)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["generation", "training", "orchestration"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import fsspec
-from storage.records import append_record
 
 from nereus.config import RunConfig, dump_config
+from storage.records import append_record
 
 
 class RunDir:

@@ -75,3 +75,10 @@ def test_the_command_line_is_outermost():
 def test_pure_rooms_start_without_torch(module: str):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_file_is_on_its_rooms_map(room: str):
+    readme = (ROOT / room / "README.md").read_text()
+    files = [path for path in FILES if path.relative_to(ROOT).parts[0] == room and path.name != "__init__.py"]
+    assert [path.name for path in files if f"`{path.name}`" not in readme] == []

@@ -16,7 +16,7 @@ again; by then the receiver has asked for the message.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from nereus.model.group import Group
 from nereus.model.kv_cache import KvCache
 from nereus.ppo.random import uniforms
 from nereus.ppo.sampling import sample_tokens
-from nereus.runtime.communicator import Communicator, Pending
+from nereus.runtime.communicator import Communicator
 from nereus.runtime.slots import Decode, Prefill, RequestQueue, SlotSchedule, wave_slots
+from nereus.runtime.wave import Outcome, Wave, rows_of
 
 # Most prompt tokens in one pass: bounds the activations of prefill.
 MAX_PREFILL_TOKENS = 2048
@@ -112,36 +113,6 @@ def _check(requests: Sequence[Request], sampling: Sampling, cache: KvCache) -> N
             )
 
 
-class _Wave:
-    """The slots of one wave with the token each draws next: row i of every tensor belongs to slot i."""
-
-    def __init__(self, schedule: SlotSchedule, cache: KvCache, num_slots: int, num_draws: int, device: torch.device):
-        self.schedule = schedule
-        self.cache = cache
-        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # drawn, not fed yet
-        self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)  # of that token in its sequence
-        self.drawn = torch.zeros(num_slots, 1, dtype=torch.int64, device=device)  # response tokens so far
-        self.noise = torch.zeros(num_slots, num_draws, dtype=torch.float64, device=device)
-        self.outcome: _Outcome | None = None
-
-    def move(self, source: int, target: int, length: int) -> None:
-        self.cache.move_slot(source, target, length)
-        for rows in (self.tokens, self.positions, self.drawn, self.noise):
-            rows[target] = rows[source]
-
-
-@dataclass
-class _Outcome:
-    """What a pass drew for its slots, float64 [2, rows]: token ids (exact below 2^53) and log-probs.
-
-    Elsewhere than on the last stage `values` is valid once `pending` is done; on the last stage `pending` are sends.
-    """
-
-    work: Prefill | Decode
-    values: Tensor
-    pending: list[Pending]
-
-
 class _Generation:
     """One call of `generate` on one rank."""
 
@@ -158,6 +129,7 @@ class _Generation:
         self.shard, self.requests, self.sampling, self.replica, self.tp = shard, requests, sampling, replica, tp
         weight = next(iter(shard.parameters()))
         self.device, self.dtype = weight.device, weight.dtype
+        self.draws = shard.is_last and sampling.temperature > 0
         self.eos_ids = frozenset(sampling.eos_ids)
         self.responses = [Response(request.sample_id) for request in requests]
         queue = RequestQueue([len(request.prompt) for request in requests])
@@ -165,7 +137,7 @@ class _Generation:
         for start, stop in wave_slots(len(requests), cache.num_slots, shard.layout.pp):
             schedule = SlotSchedule(queue, stop - start, max_prefill_tokens=max_prefill_tokens)
             window = cache.part(start, stop - start)
-            self.waves.append(_Wave(schedule, window, stop - start, sampling.max_response_tokens, self.device))
+            self.waves.append(Wave(schedule, window, stop - start, sampling.max_response_tokens, self.device))
 
     def run(self) -> list[Response]:
         waves = list(self.waves)
@@ -179,58 +151,48 @@ class _Generation:
                 self._compute(wave, work)
         return self.responses
 
-    def _compute(self, wave: _Wave, work: Prefill | Decode) -> None:
+    def _compute(self, wave: Wave, work: Prefill | Decode) -> None:
         """Run this rank's part of a pass and post the messages it makes and waits for."""
-        if isinstance(work, Prefill):
-            num_rows = len(work.requests)
-            hidden = self._prefill(wave, work)
-            noise = wave.noise[list(work.slots), 0]
-        else:
-            num_rows = work.num_rows
-            hidden = self._decode(wave, work)
-            noise = wave.noise[:num_rows].gather(1, wave.drawn[:num_rows])[:, 0]
+        hidden = self._prefill(wave, work) if isinstance(work, Prefill) else self._decode(wave, work)
         layout, rank = self.shard.layout, self.shard.rank
         if self.shard.is_last:
-            values = self._draw(hidden, noise)
+            values = self._draw(hidden, wave.take_noise(rows_of(work)))
             below = range(layout.tp_rank(rank), rank, layout.tp)
             pending = [self.replica.send(values, peer, _DRAWN) for peer in below]
         else:
             last = (layout.pp - 1) * layout.tp + layout.tp_rank(rank)
-            values = torch.empty(2, num_rows, dtype=torch.float64, device=self.device)
+            values = torch.empty(2, len(work.slots), dtype=torch.float64, device=self.device)
             pending = [self.replica.send(hidden.contiguous(), rank + layout.tp, _HIDDEN)]
             pending.append(self.replica.recv(values, last, _DRAWN))
-        wave.outcome = _Outcome(work, values, pending)
+        wave.outcome = Outcome(work, values, pending)
 
-    def _prefill(self, wave: _Wave, work: Prefill) -> Tensor:
+    def _prefill(self, wave: Wave, work: Prefill) -> Tensor:
         """Return hidden states of whole prompts; on the last stage of their last tokens only."""
-        prompts = [self.requests[index].prompt for index in work.requests]
-        batch = PackedBatch.of([len(prompt) for prompt in prompts], device=self.device)
+        admitted = [self.requests[index] for index in work.requests]
+        batch = PackedBatch.of([len(request.prompt) for request in admitted], device=self.device)
         if self.shard.is_first:
-            x = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64, device=self.device)
+            x = torch.tensor([token for request in admitted for token in request.prompt], device=self.device)
         else:
-            x = self._receive(len(batch.positions))
+            x = self._receive(batch.num_tokens)
         hidden = self.shard(x, batch, cache=wave.cache, slots=work.slots)
-        self._admit(wave, work)
+        wave.admit(work.slots, batch.lengths, [self._noise(request) for request in admitted] if self.draws else [])
         if not self.shard.is_last:
             return hidden
         return hidden[torch.tensor(batch.lengths, device=self.device).cumsum(0) - 1]
 
-    def _admit(self, wave: _Wave, work: Prefill) -> None:
-        sampling, slots = self.sampling, list(work.slots)
-        wave.drawn[slots] = 0
-        lengths = [len(self.requests[index].prompt) for index in work.requests]
-        wave.positions[slots] = torch.tensor(lengths, device=self.device)
-        if self.shard.is_last and sampling.temperature > 0:
-            for slot, index in zip(slots, work.requests, strict=True):
-                sample_id = self.requests[index].sample_id
-                noise = uniforms(sampling.seed, sampling.step, sample_id, sampling.max_response_tokens)
-                wave.noise[slot] = torch.from_numpy(noise)
+    def _noise(self, request: Request) -> Tensor:
+        """Return the numbers of all tokens of a response, so that a draw depends on nothing but its position."""
+        sampling = self.sampling
+        return torch.from_numpy(uniforms(sampling.seed, sampling.step, request.sample_id, sampling.max_response_tokens))
 
-    def _decode(self, wave: _Wave, work: Decode) -> Tensor:
+    def _decode(self, wave: Wave, work: Decode) -> Tensor:
         for move in work.moves:
             wave.move(move.source, move.target, move.length)
+        positions = wave.positions[: work.num_rows]
         x = wave.tokens[: work.num_rows] if self.shard.is_first else self._receive(work.num_rows)
-        return self.shard.decode(x, wave.positions[: work.num_rows], wave.cache)
+        hidden = self.shard.decode(x, positions, wave.cache)
+        positions += 1
+        return hidden
 
     def _receive(self, num_rows: int) -> Tensor:
         hidden = torch.empty(num_rows, self.shard.spec.hidden, dtype=self.dtype, device=self.device)
@@ -248,25 +210,17 @@ class _Generation:
         )
         return torch.stack([tokens.double(), logprobs])
 
-    def _take_outcome(self, wave: _Wave) -> None:
+    def _take_outcome(self, wave: Wave) -> None:
         """Give the tokens of the wave's last pass to their responses and free the slots of those that ended."""
         outcome, wave.outcome = wave.outcome, None
         if outcome is None:
             return
         for pending in outcome.pending:
             pending.wait()
-        if isinstance(outcome.work, Prefill):
-            slots: Sequence[int] = outcome.work.slots
-            rows: slice | list[int] = list(slots)
-        else:
-            slots = range(outcome.work.num_rows)
-            rows = slice(0, outcome.work.num_rows)
-            wave.positions[rows] += 1
-        wave.tokens[rows] = outcome.values[0].long()
-        wave.drawn[rows] += 1
-        token_row, logprob_row = outcome.values.tolist()
+        wave.tokens[rows_of(outcome.work)] = outcome.values[0].long()
+        tokens, logprobs = outcome.values.tolist()
         ended = []
-        for slot, token, logprob in zip(slots, token_row, logprob_row, strict=True):
+        for slot, token, logprob in zip(outcome.work.slots, tokens, logprobs, strict=True):
             if self._append(wave.schedule.request_at(slot), int(token), logprob):
                 ended.append(slot)
         wave.schedule.finish(ended)
@@ -277,6 +231,6 @@ class _Generation:
         response.tokens.append(token)
         response.logprobs.append(logprob)
         if token in self.eos_ids:
-            self.responses[index] = Response(response.sample_id, response.tokens, response.logprobs, ended=True)
+            self.responses[index] = replace(response, ended=True)
             return True
         return len(response.tokens) == self.sampling.max_response_tokens

@@ -36,6 +36,10 @@ class Decode:
     num_rows: int
     moves: tuple[Move, ...] = ()
 
+    @property
+    def slots(self) -> range:
+        return range(self.num_rows)
+
 
 class RequestQueue:
     """Requests that wait, in request order; the waves of a pipeline take from one queue."""

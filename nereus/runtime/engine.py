@@ -105,6 +105,10 @@ class Engine(ABC):
         """Send one command; the future ends with its result, `CommandFailed` or `WorkerLost`."""
 
     @abstractmethod
+    def pids(self) -> dict[int, int]:
+        """Return the process id of each device's worker."""
+
+    @abstractmethod
     def abort(self) -> None:
         """Set the abort flag in all workers: every wait of a communicator raises."""
 

@@ -345,6 +345,10 @@ class Session:
             raise
         return {"run_dir": self.run_dir, "final": self._records.path("final"), "bytes": written}
 
+    def worker_pids(self) -> dict[int, int]:
+        """Return the process of each device's worker."""
+        return self._engine.pids()
+
     @property
     def rollouts(self) -> Rollouts:
         """The rollouts of the step in flight."""

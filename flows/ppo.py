@@ -31,7 +31,8 @@ from tasks.ppo import (
 )
 
 
-@flow(name="train-ppo", task_runner=ThreadPoolTaskRunner(max_workers=8), persist_result=False)
+# The runner's generic type is invariant in Prefect's signature, hence the ignore.
+@flow(name="train-ppo", task_runner=ThreadPoolTaskRunner(max_workers=8), persist_result=False)  # type: ignore[arg-type]
 def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | None = None) -> dict[str, Any]:
     """Train the actor with PPO on the config's plan and return a summary with the place of its checkpoint.
 

@@ -26,7 +26,7 @@ class ProgressArtifact:
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
-        self._id = create_progress_artifact(0.0, key="progress", description=f"0 of {num_steps} steps")
+        self._id: Any = create_progress_artifact(0.0, key="progress", description=f"0 of {num_steps} steps")
         self._written_s = time.monotonic()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:

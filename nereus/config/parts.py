@@ -175,7 +175,7 @@ class PPOConfig(Part):
                            "where it adapts.")  # fmt: skip
     kl_adaptive: bool = Field(False, description="Adapt the KL weight once a step towards `kl_target`.")
     kl_target: float = Field(6.0, gt=0, description="Wanted KL summed over a response, in nats.")
-    kl_horizon: float = Field(10_000, gt=0, description="Samples over which the KL weight adapts.")
+    kl_horizon: int = Field(10_000, gt=0, description="Samples over which the KL weight adapts.")
     no_eos_penalty: float = Field(0.0, ge=0, description="Taken off the score of a response without EOS.")
     actor_lr: float = Field(1e-6, ge=0, description="Learning rate of the actor.")
     critic_lr: float = Field(1e-5, ge=0, description="Learning rate of the critic.")

@@ -33,13 +33,3 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
-
-    def runs(self) -> list[tuple[int, int]]:
-        """Return (count, length) of each run of neighbouring sequences of one length, in packed order."""
-        runs: list[tuple[int, int]] = []
-        for length in self.lengths:
-            if runs and runs[-1][1] == length:
-                runs[-1] = (runs[-1][0] + 1, length)
-            else:
-                runs.append((1, length))
-        return runs

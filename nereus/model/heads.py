@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nereus.model.group import Group
-from nereus.model.linear import product
+from nereus.model.linear import product, weight_gradient
 from nereus.model.rotary import lifted
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Logits of at most this many bytes are kept for the backward pass; more are computed in chunks of this size, twice.
 LOGITS_BUFFER_BYTES = 256 * 2**20
 # Rows of logits that are worked on at once, so that they stay in the cache of a core.
-_BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 2**20
 
 
 def chunk_rows(num_rows: int, vocab_local: int, element_bytes: int) -> int:
@@ -46,17 +46,24 @@ def _statistics(logits: Tensor, targets: Tensor, first: int, scale: float, out: 
     """
     vocab_local = logits.shape[1]
     step = _block_rows(vocab_local, out.dtype)
+    buffer = out.new_empty(min(step, logits.shape[0]), vocab_local)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
-        z = logits[rows].to(out.dtype) * scale
+        z = _scaled(logits[rows], scale, out.dtype)
         local = targets[rows] - first
         held = (local >= 0) & (local < vocab_local)
         chosen = z.gather(1, local.clamp(0, vocab_local - 1)[:, None])[:, 0]
         out[3, rows] = chosen.masked_fill(~held, 0.0)
         out[0, rows] = z.amax(1)
-        weights = (z - out[0, rows, None]).exp_()
+        weights = torch.sub(z, out[0, rows, None], out=buffer[: len(z)]).exp_()
         out[1, rows] = weights.sum(1)
         out[2, rows] = torch.linalg.vecdot(weights, z)
+
+
+def _scaled(logits: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return logits * scale in `dtype`: a new tensor, or the logits themselves where nothing changes."""
+    z = logits.to(dtype)
+    return z if scale == 1.0 else z * scale
 
 
 def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,11 +87,15 @@ def _to_gradient_(
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
         factor = grad[rows, None] * scale
-        d = (logits[rows].to(log_partition.dtype) * scale).sub_(log_partition[rows, None]).exp_().mul_(-factor)
+        d = logits[rows].to(log_partition.dtype)  # the logits themselves unless they are lifted
+        if scale != 1.0:
+            d.mul_(scale)
+        d.sub_(log_partition[rows, None]).exp_().mul_(-factor)
         local = targets[rows] - first
         held = (local >= 0) & (local < vocab_local)
         d.scatter_add_(1, local.clamp(0, vocab_local - 1)[:, None], factor * held[:, None])
-        logits[rows] = d
+        if d.dtype != logits.dtype:
+            logits[rows] = d
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -104,14 +115,16 @@ class _TokenLogprobs(torch.autograd.Function):
             _statistics(logits, targets[rows], first, scale, local[:, rows])
         logprobs, log_partition, entropy = _combine(local, group)
         ctx.logits = logits if step >= num_rows else None
-        ctx.save_for_backward(hidden, weight, targets, log_partition)
+        ctx.save_for_backward(hidden, targets, log_partition)
+        ctx.weight = weight  # the parameter itself, for its sink
         ctx.rest = (first, scale, group, step)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_partition = ctx.saved_tensors
+        hidden, targets, log_partition = ctx.saved_tensors
+        weight = ctx.weight.detach()
         first, scale, group, step = ctx.rest
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -122,8 +135,8 @@ class _TokenLogprobs(torch.autograd.Function):
             _to_gradient_(logits, targets[rows], first, scale, log_partition[rows], grad[rows])
             if grad_hidden is not None:
                 grad_hidden[rows] = product(logits, weight.t())
-            if need_weight:
-                part = product(logits.t(), hidden[rows].t())
+            part = weight_gradient(logits, hidden[rows], ctx.weight) if need_weight else None
+            if part is not None:
                 grad_weight = part if grad_weight is None else grad_weight.add_(part)
         ctx.logits = None
         if grad_hidden is not None and group.size > 1:

@@ -20,9 +20,9 @@ from nereus.model.attention import packed_attention
 from nereus.model.batch import PackedBatch
 from nereus.model.group import Group
 from nereus.model.kv_cache import KvCache
-from nereus.model.linear import linear
+from nereus.model.linear import gradient_sink, linear
 from nereus.model.parallel import enter_parallel, leave_parallel
-from nereus.model.rotary import lifted, rotate
+from nereus.model.rotary import lifted
 from nereus.model.spec import ModelSpec
 
 
@@ -57,22 +57,30 @@ class Pass:
 
 
 class _RmsNorm(torch.autograd.Function):
+    """y = x * scale * weight with scale = (mean x^2 + eps)^-1/2, a row's mean over its n elements.
+
+    Gradient: with t = grad * x, d weight = sum of t * scale over rows, and
+    d x = grad * weight * scale - x * scale^3 * (t . weight) / n.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         high = x.to(lifted(x.dtype))
         scale = torch.rsqrt(high.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
-        return (high * scale).to(x.dtype) * weight
+        normed = high * scale
+        return normed.mul_(weight) if normed.dtype == x.dtype else normed.to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
-        grad = grad.to(scale.dtype)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad = grad * weight
-        grad = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * scale
-        return grad.to(x.dtype), grad_weight, None
+        size = x.shape[-1]
+        high, grad_high, weight_high = (t.to(scale.dtype) for t in (x, grad, weight))
+        t = (grad_high * high).view(-1, size)
+        slope = torch.mv(t, weight_high).view(scale.shape) * scale.pow(3) / size
+        grad_x = (grad_high * weight_high).mul_(scale).addcmul_(high, slope, value=-1)
+        grad_weight = torch.mv(t.t(), scale.view(-1)) if ctx.needs_input_grad[1] else None
+        return grad_x.to(x.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 class RmsNorm(nn.Module):
@@ -113,6 +121,28 @@ class RowParallel(Linear):
         return y if self.bias is None else y + self.bias
 
 
+class _Embedding(torch.autograd.Function):
+    """Rows of a matrix; the gradient of a repeated row is summed in at least float32, in the order of the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight  # the parameter itself, for its sink
+        return weight.index_select(0, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        (ids,) = ctx.saved_tensors
+        weight, sink = ctx.weight, gradient_sink(ctx.weight)
+        rows, places = torch.unique(ids, return_inverse=True)
+        sums = grad.new_zeros((len(rows), grad.shape[1]), dtype=lifted(grad.dtype))
+        sums.index_add_(0, places, grad.to(sums.dtype))
+        if sink is None:
+            return None, torch.zeros_like(weight).index_copy_(0, rows, sums.to(weight.dtype))
+        sink.index_add_(0, rows, sums.to(sink.dtype))
+        return None, None
+
+
 class VocabEmbedding(nn.Module):
     """Token embedding cut by rows of the vocabulary: each rank looks up its own tokens, then ranks are summed."""
 
@@ -124,10 +154,10 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(ids, self.weight)
+            return _Embedding.apply(ids, self.weight)  # type: ignore[no-any-return]
         local = ids - self.start
         foreign = (local < 0) | (local >= self.stop - self.start)
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        rows = _Embedding.apply(local.masked_fill(foreign, 0), self.weight)
         return leave_parallel(rows.masked_fill(foreign[:, None], 0.0), self.group)
 
 
@@ -146,8 +176,10 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         grad_gate, grad_up = result.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        buffer = F.silu(gate)
+        torch.mul(grad, buffer, out=grad_up)
+        torch.mul(grad, up, out=buffer)
+        torch.ops.aten.silu_backward.grad_input(buffer, gate, grad_input=grad_gate)
         return result
 
 
@@ -169,16 +201,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, index: int, run: Pass) -> Tensor:
         qkv = self.qkv(enter_parallel(x, self.group)).view(x.shape[0], -1, self.head_dim)
-        both = self.heads + self.kv_heads
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
-        qkv = rotate(qkv, both, run.cos, run.sin)
-        if run.cache is not None and run.cache_rows is not None:
+        out = packed_attention(qkv, self.heads, run.cos, run.sin, run.batch, window=self.window)
+        if run.cache is not None and run.cache_rows is not None:  # without autograd: the keys are rotated by now
             run.cache.write(index, run.cache_rows, qkv[:, self.heads :])
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        out = packed_attention(q, k, v, run.batch, window=self.window)
-        return self.o(out.reshape(x.shape[0], -1))
+        return self.o(out.view(x.shape[0], -1))
 
 
 class Mlp(nn.Module):

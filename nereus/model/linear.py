@@ -1,12 +1,14 @@
 """Matrix products with weights stored [out, in], on the fastest kernel that the machine has.
 
-PyTorch's float32 products on CPU go to MKL, which misses its AVX512 path on AMD and runs at half the rate of oneDNN
-there. oneDNN's product is reachable under private names only; they are used in this file and nowhere else, and
-`F.linear` stands in where they are missing.
+PyTorch's float32 products on CPU go to MKL, which runs AMD at the width of AVX2. oneDNN uses AVX512 there: twice the
+rate on Zen 5, 5 to 10% more on Zen 4 (whose AVX512 is half as wide). It is reachable under private names only; they
+are used in this file and nowhere else, and `F.linear` and `torch.mm` stand in where they are missing. What is used is
+a rule on the processor and the sizes, never a timing, so that runs stay bitwise equal.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,47 +17,113 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Below this many multiplications a float32 product is done before oneDNN's set-up (13 us a call) has paid off.
+_LEAST_MULTIPLICATIONS = 1 << 23
+# Float32 matrices with fewer elements stream from the cache, where packing them gains nothing.
+_LEAST_PACKED_ELEMENTS = 1 << 18
+# A gradient on its way to a buffer is made in blocks of this many elements, which stay in the cache.
+_BLOCK_ELEMENTS = 1 << 22
+_ZEN5_FAMILY = 26
+
+
+@dataclass(frozen=True)
+class _Processor:
+    vendor: str
+    family: int
+    has_avx512: bool
+
+
+@cache
+def _processor() -> _Processor:
+    """Return what /proc/cpuinfo says of the first processor; nothing where there is none."""
+    path = Path("/proc/cpuinfo")
+    first = path.read_text().split("\n\n")[0] if path.exists() else ""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    family = fields.get("cpu family", "")
+    return _Processor(
+        fields.get("vendor_id", ""),
+        int(family) if family.isdigit() else 0,
+        "avx512f" in fields.get("flags", "").split(),
+    )
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 
 @cache
 def _onednn_pays() -> bool:
-    """True where oneDNN beats PyTorch's float32 products: a rule, not a timing, so that runs stay bitwise equal."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()[:4096]
+    """True where oneDNN's float32 products of dense operands beat MKL's."""
+    return _has_onednn() and _processor().vendor == "AuthenticAMD" and _processor().has_avx512
 
 
-def _fits(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and _onednn_pays() and x.numel() > 0
+@cache
+def _onednn_pays_transposed() -> bool:
+    """True where that is so for weight gradients too, although oneDNN first copies their transposed left operand."""
+    return _onednn_pays() and _processor().family >= _ZEN5_FAMILY
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    is_float32 = x.dtype == torch.float32 and x.device.type == "cpu"
+    return is_float32 and x.shape[0] * weight.numel() >= _LEAST_MULTIPLICATIONS
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias without autograd; x [N, in], weight [out, in], each contiguous or transposed."""
-    if _fits(x):
+    if _is_large(x, weight) and _onednn_pays():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
+
+
+def gradient_sink(weight: Tensor) -> Tensor | None:
+    """Return the buffer that gradients of a weight are added to at once, instead of travelling through autograd.
+
+    That is its attribute `main_grad` (a trainer's, of any float dtype), else its `grad`, if there is one already. The
+    result is what autograd would have left there, without a temporary of the weight's size.
+    """
+    sink = getattr(weight, "main_grad", None)
+    return weight.grad if sink is None and weight.is_leaf else sink
+
+
+def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return grad.T @ x [out, in] for grad [N, out], x [N, in], or None when the sink of `weight` has taken it."""
+    sink = gradient_sink(weight)
+    with_onednn = _is_large(x, weight) and _onednn_pays_transposed()
+    if sink is not None and sink.dtype == x.dtype and not with_onednn:
+        sink.addmm_(grad.t(), x)
+        return None
+    multiply = product if with_onednn else F.linear
+    if sink is None:
+        return multiply(grad.t(), x.t())
+    step = max(1, _BLOCK_ELEMENTS // x.shape[1])
+    for start in range(0, grad.shape[1], step):
+        rows = slice(start, start + step)
+        sink[rows].add_(multiply(grad[:, rows].t(), x.t()))
+    return None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # the parameter itself, for its sink
         return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
+        grad = grad.contiguous()
         return (
-            product(grad, weight.t()) if need_x else None,
-            product(grad.t(), x.t()) if need_weight else None,
+            product(grad, ctx.weight.detach().t()) if need_x else None,
+            weight_gradient(grad, x, ctx.weight) if need_weight else None,
             grad.sum(0) if need_bias else None,
         )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias with gradients; x [N, in], weight [out, in], bias [out]."""
-    if _fits(x) and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
     return product(x, weight, bias)
 
@@ -117,17 +185,14 @@ class _PackedProduct:
 
 
 def packing_pays(weight: Tensor) -> bool:
-    """True where products with few rows are faster on packed weights: by a rule, so that runs stay bitwise equal.
+    """True where products with few rows are faster on packed weights.
 
-    Measured at 1, 8 and 32 rows of SmolLM2's shapes on AMD Zen 5: 1 to 2 times in float32, 1.3 to 3 in bfloat16.
+    Measured at 1, 8 and 32 rows of SmolLM2's shapes on AMD Zen 4: up to 2 times in float32, 1.3 to 3 in bfloat16.
     """
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    if weight.device.type != "cpu" or not (_has_onednn() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+        return False
+    is_large = weight.numel() >= _LEAST_PACKED_ELEMENTS
+    return weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and is_large)
 
 
 def make_product(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Product:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nereus.model import attention
 from nereus.model.attention import decode_attention, decode_mask, packed_attention
 from nereus.model.batch import PackedBatch
 
@@ -22,25 +23,59 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tens
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
 
 
-def inputs(num_tokens: int, heads: int = 6, kv_heads: int = 2, head_dim: int = 8) -> list[Tensor]:
-    torch.manual_seed(0)
-    shapes = [(num_tokens, n, head_dim) for n in (heads, kv_heads, kv_heads)]
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate [T, heads, D] plane by plane, from the definition, with frequencies 1 / (i + 1)."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] / torch.arange(1.0, half + 1, dtype=x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat(
+        (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), dim=-1
+    )
 
 
+def angles_of(positions: Tensor, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None, None] / torch.arange(1.0, half + 1, dtype=dtype)
+    return angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+
+
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("lengths", [(9,), (5, 5, 5), (3, 9, 9, 1, 2)])
-def test_packed_attention_forward_and_backward(lengths, window):
-    q, k, v = inputs(sum(lengths))
-    out = packed_attention(q, k, v, PackedBatch.of(lengths), window=window)
-    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    expected = torch.cat([plain_attention(*part, window) for part in parts])
+def test_packed_attention_forward_and_backward(monkeypatch, lengths, window, plain):
+    if plain:  # the form of other devices
+        monkeypatch.setattr(attention, "hasattr", lambda *_: False, raising=False)
+    torch.manual_seed(0)
+    leaf = torch.randn(sum(lengths), 10, 8, dtype=torch.float64, requires_grad=True)
+    batch = PackedBatch.of(lengths)
+    cos, sin = angles_of(batch.positions, 4, torch.float64)
+    out = packed_attention(leaf * 1.0, 6, cos, sin, batch, window=window)
+
+    def expected_of(part: Tensor) -> Tensor:
+        q, k, v = part.split((6, 2, 2), dim=1)
+        positions = torch.arange(len(part))
+        return plain_attention(rotated(q, positions), rotated(k, positions), v, window)
+
+    expected = torch.cat([expected_of(part) for part in leaf.split(lengths)])
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
     upstream = torch.randn_like(out)
-    for mine, theirs in zip(
-        torch.autograd.grad(out, (q, k, v), upstream), torch.autograd.grad(expected, (q, k, v), upstream), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+    (mine,) = torch.autograd.grad(out, leaf, upstream)
+    (theirs,) = torch.autograd.grad(expected, leaf, upstream)
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+def test_bfloat16_attention_is_as_exact_as_its_input_and_output():
+    torch.manual_seed(0)
+    leaf = torch.randn(24, 10, 8).bfloat16().requires_grad_()
+    batch = PackedBatch.of((20, 4))
+    cos, sin = angles_of(batch.positions, 4, torch.float32)
+    exact = leaf.detach().double().requires_grad_()
+    out = packed_attention(leaf * 1.0, 6, cos, sin, batch)
+    expected = packed_attention(exact * 1.0, 6, cos.double(), sin.double(), batch)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+    upstream = torch.randn_like(out)
+    (mine,) = torch.autograd.grad(out, leaf, upstream)
+    (theirs,) = torch.autograd.grad(expected, exact, upstream.double())
+    torch.testing.assert_close(mine.double(), theirs, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -19,10 +19,9 @@ from nereus.model.kv_cache import KvCache
 LENGTHS = (7, 13, 13, 5, 1)
 
 
-def test_batch_positions_and_runs():
+def test_batch_positions():
     batch = PackedBatch.of((3, 2, 2))
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 0, 1]
-    assert batch.runs() == [(1, 3), (2, 2)]
     assert batch.num_tokens == 7
 
 

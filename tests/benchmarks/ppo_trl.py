@@ -1,0 +1,159 @@
+"""TRL's side of the PPO benchmark: `python -P ppo_trl.py SPEC.json OUT.json`, in an interpreter that has TRL.
+
+Needs nothing of Nereus. TRL's loop is one method, so its stages are told apart from outside: by wrapping the function
+that generates, the first forward pass of the trained model in a step, and the scheduler's step at the end of training.
+Its calls of the garbage collector are timed too and belong to no stage.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+STAGES = ("generation", "inference", "training")
+
+
+class Stopwatch:
+    """Times of one run: per step when generation began and each stage ended, and the seconds of collections between."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.finished_s = 0.0
+
+    def mark(self, name: str) -> None:
+        """Note the first time that `name` happens in the step."""
+        self.steps[-1].setdefault(name, time.perf_counter())
+
+    def around_generation(self, generate: Callable[..., Any], response_tokens: int) -> Callable[..., Any]:
+        def timed(model: Any, queries: Any, *rest: Any) -> Any:
+            self.steps.append({})
+            self.mark("start")
+            tokens, logits = generate(model, queries, *rest)
+            self.mark("generation")
+            assert tokens.shape[1] == queries.shape[1] + response_tokens, tokens.shape
+            return tokens, logits
+
+        return timed
+
+    def before_training(self, *_: Any, **__: Any) -> None:
+        self.mark("inference")
+
+    def around_scheduler(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            self.mark("training")
+            return step(*arguments, **options)
+
+        return timed
+
+    def collect(self) -> int:
+        """Stand in for `gc.collect`."""
+        begun = time.perf_counter()
+        found = gc.collect()
+        if self.steps and "inference" not in self.steps[-1]:
+            self.steps[-1]["collection"] = time.perf_counter() - begun
+        return found
+
+    def seconds(self) -> list[dict[str, float]]:
+        """Return the steps' seconds by stage; "other" is what no stage accounts for, collections included."""
+        ends = [step["start"] for step in self.steps[1:]] + [self.finished_s]
+        result = []
+        for step, end in zip(self.steps, ends, strict=True):
+            stages = {
+                "generation": step["generation"] - step["start"],
+                "inference": step["inference"] - step["generation"] - step.get("collection", 0.0),
+                "training": step["training"] - step["inference"],
+            }
+            total = end - step["start"]
+            result.append({**stages, "other": total - sum(stages.values()), "total": total})
+        return result
+
+
+def main(spec_path: str, out_path: str) -> None:
+    spec = json.loads(Path(spec_path).read_text())
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: spec["threads"]])
+    with tempfile.TemporaryDirectory() as folder:
+        steps = run(spec, folder)
+    records = [{"seconds": seconds, "peak_memory_bytes": _peak_bytes()} for seconds in steps]
+    Path(out_path).write_text(json.dumps({"steps": records[spec["warm_up"] :]}))
+
+
+def run(spec: dict[str, Any], folder: str) -> list[dict[str, float]]:
+    """Run TRL's trainer and return the seconds of each step, warm-up included."""
+    import torch
+    from trl.experimental.ppo import ppo_trainer
+
+    torch.set_num_threads(spec["threads"])
+    watch = Stopwatch()
+    ppo_trainer.batch_generation = watch.around_generation(
+        ppo_trainer.batch_generation, spec["work"]["response_tokens"]
+    )
+    ppo_trainer.gc = SimpleNamespace(collect=watch.collect)
+    trainer = make_trainer(spec, folder)
+    trainer.model.register_forward_pre_hook(watch.before_training)
+    trainer.lr_scheduler.step = watch.around_scheduler(trainer.lr_scheduler.step)
+    trainer.train()
+    watch.finished_s = time.perf_counter()
+    return watch.seconds()
+
+
+def make_trainer(spec: dict[str, Any], folder: str) -> Any:
+    """Return a trainer with the work's batch: one micro-batch a minibatch, no gradient checkpointing."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    work = spec["work"]
+    dtype = getattr(torch, work["precision"])
+    lines = [json.loads(line) for line in Path(spec["prompts"]).read_text().splitlines()]
+    data = Dataset.from_list([{"input_ids": line["token_ids"]} for line in lines])
+    arguments = PPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=work["prompts"],
+        gradient_accumulation_steps=1,
+        num_mini_batches=work["minibatches"],
+        num_ppo_epochs=1,
+        total_episodes=work["prompts"] * (spec["warm_up"] + work["steps"]),
+        local_rollout_forward_batch_size=work["prompts"],
+        response_length=work["response_tokens"],
+        temperature=1.0,
+        num_sample_generations=0,
+        learning_rate=1e-6,
+    )
+
+    def classifier() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(spec["reward"], num_labels=1, dtype=dtype)
+
+    return PPOTrainer(
+        args=arguments,
+        processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
+        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype),
+        ref_model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype),
+        reward_model=classifier(),
+        value_model=classifier(),
+        train_dataset=data,
+        eval_dataset=data,
+    )
+
+
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

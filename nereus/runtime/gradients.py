@@ -15,8 +15,9 @@ from nereus.runtime.links import Links
 class GradientBuffer:
     """One flat buffer with a view for each parameter; it exists only while its model-stage trains.
 
-    Below float64 it is float32, whatever the compute dtype. Where both dtypes agree autograd accumulates straight into
-    the views; for bfloat16 a hook adds each gradient in float32 and frees it.
+    Below float64 it is float32, whatever the compute dtype. Matrix products add their weight gradients to the views at
+    once (`main_grad`). What comes through autograd is added in place where the dtypes agree; for bfloat16 a hook adds
+    it in float32 and frees it.
     """
 
     def __init__(self, shard: DecoderShard) -> None:
@@ -34,13 +35,15 @@ class GradientBuffer:
 
     def _attach(self, name: str, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle | None:
         view = self.views[name]
+        parameter.main_grad = view  # type: ignore[attr-defined]
         if parameter.dtype == self.dtype:
             parameter.grad = view
             return None
 
         def add(p: nn.Parameter) -> None:
-            view.add_(p.grad)
-            p.grad = None
+            if p.grad is not None:
+                view.add_(p.grad)
+                p.grad = None
 
         return parameter.register_post_accumulate_grad_hook(add)
 
@@ -54,6 +57,7 @@ class GradientBuffer:
         """Detach from the parameters and free the buffer."""
         for hook, parameter in zip(self._hooks, self.parameters.values(), strict=True):
             parameter.grad = None
+            del parameter.main_grad
             if hook is not None:
                 hook.remove()
         self.views.clear()

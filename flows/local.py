@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_logger
+from prefect.logging.configuration import setup_logging
 
 from flows.ppo import train_ppo
 from nereus.config import RunConfig
@@ -20,13 +21,20 @@ def run_here(config: RunConfig) -> dict[str, Any]:
         KeyboardInterrupt: SIGTERM or Ctrl-C ended the run; its workers are freed.
         Exception: what the run failed with, as it was raised.
     """
-    for handler in get_logger().handlers:
+    # Prefect makes its handlers when a flow starts; made now they can be filtered, and it keeps them.
+    setup_logging()
+    for handler in (*logging.getLogger().handlers, *get_logger("_internal").handlers):
         handler.addFilter(_is_news)
     with _sigterm_interrupts():
         try:
             return train_ppo(config)
         except TerminationSignal:
             raise KeyboardInterrupt from None
+        except Exception as error:
+            # Ctrl-C reaches the ephemeral server too; what is raised then is that it can't be told of the end.
+            if _follows_a_signal(error):
+                raise KeyboardInterrupt from None
+            raise
 
 
 @contextmanager
@@ -47,6 +55,17 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _follows_a_signal(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt | TerminationSignal):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop Prefect's account of a failed run, traceback and all: the caller gets the exception itself."""
-    return not (record.levelno >= logging.ERROR and record.name.startswith("prefect.") and "runs" in record.name)
+    """Drop from the terminal what is told elsewhere.
+
+    Prefect's account of a failed run, traceback and all, since the caller gets the exception itself; and its note that
+    the last events of a view are still on their way.
+    """
+    is_failure = record.levelno >= logging.ERROR and record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
+    return not is_failure and "Still processing items" not in record.getMessage()

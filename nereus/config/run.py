@@ -28,11 +28,11 @@ class RunConfig(Part):
     )
     reference: OptionalModelConfig = Field(OptionalModelConfig(), description="The frozen reference's weights.")
     reward: RewardConfig = Field(
-        RewardConfig(function="nereus.recipes.rewards:score_vowels"), description="Who scores a response."
+        RewardConfig(function="nereus.recipes.rewards:score_vowels"), description="What scores a response."
     )
     data: DataConfig = Field(DataConfig(), description="Where the prompts come from.")
-    rollout: RolloutConfig = Field(RolloutConfig(), description="How responses are made.")
-    ppo: PPOConfig = Field(PPOConfig(), description="The algorithm and its optimizers.")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="Prompts and responses of a step.")
+    ppo: PPOConfig = Field(PPOConfig(), description="Losses, penalties and optimizers.")
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="Precision of compute; bfloat16 keeps float32 master weights."
     )

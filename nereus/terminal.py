@@ -67,7 +67,7 @@ def _format_step(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         str(metrics["step"]),
         f"{metrics['reward_mean']:.3f}",
-        f"{metrics['kl_k1']:.4f}",
+        f"{round(metrics['kl_k1'], 4) + 0.0:.4f}",  # never -0.0000
         f"{metrics['response_tokens_mean']:.1f}",
         f"{metrics['response_tokens_p95']:.0f}",
         f"{metrics['rollout_tokens'] / seconds:,.0f}",

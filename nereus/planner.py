@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nereus.cost.memory import Precision, Workload, check_memory, fits, kv_slots, room_by_rank, runs_within
+from nereus.cost.memory import Precision, Workload, check_memory, fits, kv_slots, overflow_bytes, room_by_rank
 from nereus.layout import Layout
 from nereus.model.spec import ModelSpec
 from nereus.plan import Plan, StagePlan, check_plan, stage_of
@@ -137,7 +137,7 @@ def _choose(
     precision: Precision,
     capacities: Mapping[int, int],
 ) -> Plan:
-    """Return the plan with the first choice for a model-stage that fits, or the last one where none does.
+    """Return the plan with the first choice for a model-stage that fits, or the least hungry one where none does.
 
     A device runs one model-stage at a time and holds what is resident of all, which no micro-batch changes: so each
     model-stage's choice is independent of the others'. In generation a micro-batch is the number of sequences in
@@ -147,8 +147,11 @@ def _choose(
         slots = kv_slots(plan, specs, workload, precision, capacities)
         return plan.with_stage(name, micro_batch=max(1, slots))
     room = room_by_rank(name, plan, specs, workload, precision, capacities)
-    stage = plan[name]
+    best, least = plan[name], None
     for stage in choices:
-        if runs_within(room, name, stage, specs[name], workload, precision):
+        overflow = max(0, overflow_bytes(room, name, stage, specs[name], workload, precision))
+        if least is None or overflow < least:
+            best, least = stage, overflow
+        if overflow == 0:
             break
-    return plan.with_stage(name, micro_batch=stage.micro_batch, recompute=stage.recompute)
+    return plan.with_stage(name, micro_batch=best.micro_batch, recompute=best.recompute)

@@ -1,4 +1,8 @@
-"""Bytes that forward and backward passes of one rank keep: a mirror of what the decoder's operations save."""
+"""Bytes that forward and backward passes of one rank hold: a mirror of what the decoder's operations keep.
+
+Elements are in the compute dtype; `lifted` ones in at least float32. Weights' gradients go to their buffer block by
+block, so none of a weight's size is made beside it.
+"""
 
 from __future__ import annotations
 
@@ -9,108 +13,214 @@ from nereus.layout import Layout, partition, slices_of, stage_layers
 from nereus.model.spec import ModelSpec, tensors
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+# Of `token_ids`, positions, rows, targets and columns, bytes a token.
+_PACKED_TOKEN_BYTES = 64
+# The head's log-probs hold at most this many bytes of logits at once, and three blocks of some rows beside them.
+LOGITS_BUFFER_BYTES = 256 * 2**20
+LOGITS_BLOCK_BYTES = 4 * 2**20
+# Elements of a weight's gradient that are made at once.
+GRADIENT_BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class RankSizes:
-    """The sizes of one rank's part of the model; `vocab` is 0 where the rank has no vocabulary head."""
+    """The sizes of one rank's part of a model; `vocab` is 0 where the rank has no vocabulary head."""
 
+    spec: ModelSpec
+    layout: Layout
     stage: int
     layers: int
     heads: int
     kv_heads: int
     intermediate: int
     vocab: int
+    is_first: bool
     is_last: bool
     matrix_elements: int
-    largest_tensor_elements: int
+
+    @property
+    def query(self) -> int:
+        """Elements a token of all local query heads."""
+        return self.heads * self.spec.head_dim
+
+    @property
+    def qkv(self) -> int:
+        """Elements a token of local queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.spec.head_dim
+
+
+def lifted_bytes(precision: str) -> int:
+    """Return the bytes of an element where math is lifted to at least float32."""
+    return max(4, COMPUTE_BYTES[precision])
 
 
 @lru_cache(maxsize=4096)
 def rank_sizes(spec: ModelSpec, layout: Layout, rank: int) -> RankSizes:
     """Return the local sizes of a rank, uneven splits included."""
     stage, tp_rank = layout.stage(rank), layout.tp_rank(rank)
+    is_first, is_last = stage == 0, stage == layout.pp - 1
 
     def local(units: int) -> int:
         start, stop = partition(units, layout.tp)[tp_rank]
         return stop - start
 
-    is_last = stage == layout.pp - 1
-    held = {part.name: part for part in slices_of(spec, layout, rank)}
-    infos = tensors(spec)
-    # The matrices that multiply activations: those of layers, and the head; an untied embedding is only looked up.
-    head = "model.embed_tokens.weight" if spec.ties_head else "lm_head.weight"
-    multiplied = sum(
+    places = tensors(spec)
+    in_layers = sum(
         part.num_elements
-        for name, part in held.items()
-        if len(part.sizes) == 2 and (isinstance(infos[name].place, int) or (is_last and name == head))
+        for part in slices_of(spec, layout, rank)
+        if isinstance(places[part.name].place, int) and len(part.sizes) == 2
     )
+    rows = {"lm": local(spec.vocab), "value": 1, "score": spec.num_labels}[spec.head] if is_last else 0
     return RankSizes(
+        spec=spec,
+        layout=layout,
         stage=stage,
         layers=len(stage_layers(spec, layout, stage)),
         heads=local(spec.kv_heads) * spec.group_size,
         kv_heads=local(spec.kv_heads),
         intermediate=local(spec.intermediate),
         vocab=local(spec.vocab) if is_last and spec.head == "lm" else 0,
+        is_first=is_first,
         is_last=is_last,
-        matrix_elements=multiplied,
-        largest_tensor_elements=max((part.num_elements for part in held.values()), default=0),
+        matrix_elements=in_layers + rows * spec.hidden,
     )
 
 
-def _attention_elements(sizes: RankSizes, spec: ModelSpec) -> tuple[int, int]:
-    """Return the elements a token of all local query heads, and of keys and values together."""
-    return sizes.heads * spec.head_dim, 2 * sizes.kv_heads * spec.head_dim
+def _layer_bytes(sizes: RankSizes, precision: str) -> int:
+    """Return the bytes a token that autograd keeps of one decoder layer.
 
-
-def layer_saved_elements(sizes: RankSizes, spec: ModelSpec) -> int:
-    """Return the elements a token that autograd keeps of one decoder layer.
-
-    Two residual inputs and two norms' outputs; queries, keys, values and the attention output; gate, up, the
-    activated gate and its product with up.
+    Both residual inputs and both norms' outputs; queries, keys and values (before and after their norms, if any) and
+    the attention output; gate, up and the product that enters `down`. Lifted: the norms' scales and the attention's
+    log-sum-exp.
     """
-    q, kv = _attention_elements(sizes, spec)
-    return 4 * spec.hidden + 3 * q + 2 * kv + 4 * sizes.intermediate
+    norms = 1 if sizes.spec.qk_norm else 0
+    elements = 4 * sizes.spec.hidden + (1 + norms) * sizes.qkv + sizes.query + 3 * sizes.intermediate
+    lifted = 2 + sizes.heads + norms * (sizes.heads + sizes.kv_heads)
+    return elements * COMPUTE_BYTES[precision] + lifted * lifted_bytes(precision)
 
 
-def layer_working_elements(sizes: RankSizes, spec: ModelSpec) -> int:
-    """Return the elements a token that one layer holds at once while it runs without keeping anything."""
-    q, kv = _attention_elements(sizes, spec)
-    return 3 * spec.hidden + max(3 * q + 2 * kv, 4 * sizes.intermediate)
+def _ends_bytes(sizes: RankSizes, precision: str) -> int:
+    """Return the bytes a token kept beside the layers: rotary angles, and the last layer's output (and its norm)."""
+    outputs = 2 if sizes.is_last else 1
+    return outputs * sizes.spec.hidden * COMPUTE_BYTES[precision] + sizes.spec.head_dim * lifted_bytes(precision)
 
 
-def working_bytes(sizes: RankSizes, spec: ModelSpec, num_tokens: int, precision: str) -> int:
-    """Return the bytes of a forward pass over `num_tokens` tokens that keeps nothing for a backward pass."""
-    return num_tokens * layer_working_elements(sizes, spec) * COMPUTE_BYTES[precision]
+def _sequence_bytes(sizes: RankSizes, sequence_tokens: int, precision: str) -> int:
+    """Return the bytes that attention makes for one sequence at a time: lifted copies, and the mask of a window."""
+    window = sizes.spec.sliding_window
+    masked = window is not None and window < sequence_tokens
+    # A mask is made of a distance (int64) and three tensors of one byte an element.
+    mask = sequence_tokens**2 * (11 + lifted_bytes(precision)) if masked else 0
+    return sequence_tokens * 4 * sizes.query * lifted_bytes(precision) + mask
 
 
-def saved_bytes(
-    sizes: RankSizes, spec: ModelSpec, *, live_tokens: int, one_tokens: int, recompute: bool, precision: str
-) -> int:
-    """Return the bytes of activations at the moment when the first backward pass of a pipeline stage starts.
+def forward_bytes(sizes: RankSizes, num_tokens: int, sequence_tokens: int, precision: str) -> int:
+    """Return the bytes of a forward pass that keeps nothing for a backward pass.
 
     Args:
-        live_tokens: tokens of all micro-batches whose forward pass is done and whose backward pass isn't.
-        one_tokens: tokens of one micro-batch, whose gradients are made on top.
-        recompute: each layer keeps only its input; one layer at a time is run again.
+        num_tokens: tokens of the micro-batch.
+        sequence_tokens: tokens of its longest sequence.
+    """
+    spec, size = sizes.spec, COMPUTE_BYTES[precision]
+    norms = 1 if spec.qk_norm else 0
+    attention = (2 * spec.hidden + (1 + norms) * sizes.qkv + sizes.query) * size
+    rotation = (sizes.qkv - sizes.query // 2) * lifted_bytes(precision)
+    mlp = (3 * spec.hidden + 3 * sizes.intermediate) * size
+    norm = 2 * spec.hidden * size + 2 * spec.hidden * lifted_bytes(precision)
+    in_flight = 3 * spec.hidden * size if sizes.layout.pp > 1 else 0
+    each = max(attention + rotation, mlp, norm) + in_flight + spec.head_dim * lifted_bytes(precision)
+    return num_tokens * each + _sequence_bytes(sizes, sequence_tokens, precision)
+
+
+def _backward_bytes(sizes: RankSizes, precision: str) -> int:
+    """Return the bytes a token that the backward pass of one layer makes beside what the forward pass kept.
+
+    The MLP's are the most: the gradients of its product, of gate and up, and a buffer, less the product kept before.
+    Where the head dim is large against the MLP, those of queries, keys and values are.
     """
     size = COMPUTE_BYTES[precision]
-    layer = layer_saved_elements(sizes, spec)
-    working = layer_working_elements(sizes, spec)
-    if recompute:
-        return (live_tokens * sizes.layers * spec.hidden + one_tokens * (layer + working)) * size
-    return (live_tokens * sizes.layers * layer + one_tokens * working) * size
+    mlp = 3 * sizes.intermediate
+    attention = sizes.query + 2 * sizes.qkv - 3 * sizes.intermediate
+    norm = 2 * sizes.spec.hidden * (lifted_bytes(precision) // size) - 3 * sizes.intermediate
+    in_flight = 3 if sizes.layout.pp > 1 else 0
+    return (max(mlp, attention, norm) + (1 + in_flight) * sizes.spec.hidden) * size
 
 
-def logits_bytes(sizes: RankSizes, num_rows: int, precision: str, *, training: bool) -> int:
-    """Return the bytes that the log-probs of `num_rows` response tokens need on the last pipeline stage."""
-    copies = 2 if training else 1
-    return copies * num_rows * sizes.vocab * max(4, COMPUTE_BYTES[precision])
+def _gradient_bytes(rows: int, columns: int, num_tokens: int, precision: str) -> int:
+    """Return the bytes of one block of a weight's gradient [rows, columns] and of the transposed copy it's made of."""
+    step = min(rows, max(1, GRADIENT_BLOCK_ELEMENTS // columns))
+    return step * (columns + num_tokens) * COMPUTE_BYTES[precision]
 
 
-def sampling_bytes(sizes: RankSizes, spec: ModelSpec, num_rows: int, tp: int, precision: str) -> int:
+def training_moments(
+    sizes: RankSizes,
+    *,
+    live_samples: int,
+    one_samples: int,
+    sequence_tokens: int,
+    response_tokens: int,
+    recompute: bool,
+    precision: str,
+) -> tuple[dict[str, int], ...]:
+    """Return what the two hungriest moments of a pipeline stage's training hold, by kind.
+
+    They are: the head's log-probs and gradients, with all activations kept, and the last layer's backward pass.
+
+    Args:
+        live_samples: samples of all micro-batches whose forward pass is done and whose backward pass isn't.
+        one_samples: samples of one micro-batch.
+        sequence_tokens, response_tokens: the longest of one sample.
+    """
+    hidden, size = sizes.spec.hidden, COMPUTE_BYTES[precision]
+    layer = _layer_bytes(sizes, precision)
+    a_token = sizes.layers * (hidden * size if recompute else layer) + _ends_bytes(sizes, precision)
+    kept = live_samples * sequence_tokens * (a_token + _PACKED_TOKEN_BYTES)
+    tokens, rows = one_samples * sequence_tokens, one_samples * response_tokens
+    again = layer if recompute else 0
+    backward = tokens * (again + _backward_bytes(sizes, precision)) + _sequence_bytes(sizes, sequence_tokens, precision)
+    # The head's input and its gradient; an MLP's matrix is the largest of a layer.
+    selected = 2 * rows * hidden * size if sizes.is_last else 0
+    chunk = min(rows, _chunk_rows(sizes, precision)) if sizes.vocab else 0
+    return (
+        {
+            "activations": kept + selected,
+            "logits": logits_bytes(sizes, rows, precision),
+            "workspace": _gradient_bytes(sizes.vocab, hidden, chunk, precision),
+        },
+        {
+            "activations": kept + backward,
+            "workspace": _gradient_bytes(2 * sizes.intermediate, hidden, tokens, precision),
+        },
+    )
+
+
+def _chunk_rows(sizes: RankSizes, precision: str) -> int:
+    return max(1, LOGITS_BUFFER_BYTES // (sizes.vocab * COMPUTE_BYTES[precision]))
+
+
+def logits_bytes(sizes: RankSizes, num_rows: int, precision: str) -> int:
+    """Return the bytes that the log-probs of `num_rows` response tokens hold beside the head's input.
+
+    Logits beyond the buffer are computed chunk by chunk, a new chunk before the last one is gone.
+    """
+    if not sizes.vocab or not num_rows:
+        return 0
+    held = min(num_rows, 2 * _chunk_rows(sizes, precision))
+    lifted_row = sizes.vocab * lifted_bytes(precision)
+    block = min(num_rows, max(1, LOGITS_BLOCK_BYTES // lifted_row)) * lifted_row
+    return held * sizes.vocab * COMPUTE_BYTES[precision] + 3 * block
+
+
+def decoding_bytes(sizes: RankSizes, num_slots: int, sequence_tokens: int, precision: str) -> int:
+    """Return the bytes of one decoding pass beside its logits: layer by layer hidden states and attention scores."""
+    scores = sequence_tokens * (3 * sizes.heads + 2) * lifted_bytes(precision)
+    return num_slots * scores + forward_bytes(sizes, num_slots, 1, precision)
+
+
+def sampling_bytes(sizes: RankSizes, num_rows: int, precision: str) -> int:
     """Return the bytes of one decoding pass's logits and of drawing tokens from them."""
     if not sizes.vocab:
         return 0
-    whole = 2 * num_rows * spec.vocab if tp > 1 else 0  # top-p sampling gathers the vocabulary
-    return (num_rows * sizes.vocab + whole) * COMPUTE_BYTES[precision] + 4 * sizes.vocab * 8
+    gathered = 2 * num_rows * sizes.spec.vocab if sizes.layout.tp > 1 else 0  # top-p sampling looks at all of them
+    # Exponentials of four rows at once in float64, or two of a whole row.
+    return (num_rows * sizes.vocab + gathered) * COMPUTE_BYTES[precision] + 4 * sizes.spec.vocab * 8

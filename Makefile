@@ -39,7 +39,7 @@ fix: setup  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## measure side by side; prints tables, writes bench.json
+bench: setup smollm2  ## measure side by side; prints tables, writes build/bench (15 minutes, idle machine)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[bench]"
 	$(BIN)/python -m tests.benchmarks
 

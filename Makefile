@@ -40,7 +40,7 @@ fix: setup  ## mend what ruff can mend
 	$(BIN)/ruff format .
 
 bench: setup smollm2  ## measure side by side; prints tables, writes build/bench (15 minutes, idle machine)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e ".[bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c requirements.lock -e ".[bench]"
 	$(BIN)/python -m tests.benchmarks
 
 sweep: setup  ## 200 mixed plans against one another (long)

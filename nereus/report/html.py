@@ -9,7 +9,7 @@ import fsspec
 import yaml
 
 from nereus.report.plots import draw_run_svgs
-from nereus.report.summary import WINDOW, summarize
+from nereus.report.summary import summarize
 from storage.records import read_records
 
 # Columns of the table of steps: key of the metrics line, heading, format.
@@ -78,7 +78,7 @@ def _read_config(run_dir: str) -> dict[str, Any]:
 
 
 def _cards(summary: Mapping[str, Any]) -> str:
-    moves = f"means of the first and last {min(WINDOW, summary['steps'])} steps"
+    moves = f"means of the first and last {summary['window']} steps"
     cards = [
         ("Reward", f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}", moves),
         (

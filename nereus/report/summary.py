@@ -9,9 +9,9 @@ WINDOW = 5
 
 
 def summarize(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return first and last values of a run; means are over the first and last 5 steps, or all if there are fewer.
+    """Return first and last values of a run; means are over the first and last `window` steps: 5, or half of a short run.
 
-    Keys: steps, reward_first, reward_last, response_tokens_first, response_tokens_last, kl_k1_last, rollout_tokens,
+    Keys: steps, window, reward_first, reward_last, response_tokens_first, response_tokens_last, kl_k1_last, rollout_tokens,
     seconds, tokens_per_s (response tokens a second of whole steps), skipped_updates. Absent numbers are NaN.
     """
 
@@ -19,11 +19,13 @@ def summarize(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
         values = [line[key] for line in history[part] if line.get(key) is not None]
         return float(np.mean(values)) if values else float("nan")
 
-    first, last = slice(0, WINDOW), slice(-WINDOW, None)
+    window = max(1, min(WINDOW, len(history) // 2))
+    first, last = slice(0, window), slice(-window, None)
     seconds = float(sum(line.get("seconds", {}).get("total", 0.0) for line in history))
     tokens = int(sum(line.get("rollout_tokens", 0) for line in history))
     return {
         "steps": len(history),
+        "window": window,
         "reward_first": mean("reward_mean", first),
         "reward_last": mean("reward_mean", last),
         "response_tokens_first": mean("response_tokens_mean", first),

@@ -52,7 +52,7 @@ def test_one_file_holds_everything(run_dir: Path):
     outside.feed(page)
     assert outside.tags.count("figure") == outside.tags.count("svg") == 4
     assert not outside.found
-    for text in ("amber", "actor.training", "prompts_per_step", "0.200 → 0.500", "8 steps"):
+    for text in ("amber", "actor.training", "prompts_per_step", "0.150 → 0.550", "8 steps"):
         assert text in page
 
 

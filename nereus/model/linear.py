@@ -92,14 +92,17 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     if sink is not None and sink.dtype == x.dtype and not with_onednn:
         sink.addmm_(grad.t(), x)
         return None
-    multiply = product if with_onednn else F.linear
     if sink is None:
-        return multiply(grad.t(), x.t())
+        return _transposed_product(grad, x, with_onednn)
     step = max(1, _BLOCK_ELEMENTS // x.shape[1])
     for start in range(0, grad.shape[1], step):
         rows = slice(start, start + step)
-        sink[rows].add_(multiply(grad[:, rows].t(), x.t()))
+        sink[rows].add_(_transposed_product(grad[:, rows], x, with_onednn))
     return None
+
+
+def _transposed_product(grad: Tensor, x: Tensor, with_onednn: bool) -> Tensor:
+    return product(grad.t(), x.t()) if with_onednn else torch.mm(grad.t(), x)
 
 
 class _Linear(torch.autograd.Function):

@@ -119,6 +119,43 @@ def test_recomputation_gives_bitwise_equal_gradients(family):
     assert all(torch.equal(kept[0][part], kept[1][part]) for part in kept[0])
 
 
+@pytest.mark.parametrize("family", ["qwen2", "smollm2"])
+def test_a_second_backward_adds_to_the_gradients(family):
+    spec = SPECS[family]
+    shard = make_shard(spec, hf_model(spec, dtype=torch.float64).state_dict(), dtype=torch.float64)
+    ids, targets = random_ids(spec, 20) % 7, random_ids(spec, 20, seed=2)  # tokens repeat
+
+    def backward():
+        hidden = shard(ids, PackedBatch.of((12, 8)))
+        token_logprobs(shard, hidden, targets, temperature=1.0)[0].sum().backward()
+
+    backward()
+    buffers = {name: p.grad for name, p in shard.named_parameters()}
+    once = {name: grad.clone() for name, grad in buffers.items()}
+    backward()
+    for name, parameter in shard.named_parameters():
+        assert parameter.grad is buffers[name]
+        torch.testing.assert_close(parameter.grad, 2 * once[name], atol=1e-12, rtol=1e-12)
+
+
+def test_bfloat16_gradients_of_all_matrices_reach_main_grad():
+    spec = SPECS["smollm2"]
+    weights = hf_model(spec).state_dict()
+    exact, rough = make_shard(spec, weights), make_shard(spec, weights, dtype=torch.bfloat16)
+    for parameter in rough.parameters():
+        if parameter.dim() == 2:
+            parameter.main_grad = torch.zeros(parameter.shape)
+    ids = random_ids(spec, 20)
+    for shard in (exact, rough):
+        hidden = shard(ids, PackedBatch.of((12, 8)))
+        token_logprobs(shard, hidden, ids, temperature=1.0)[0].sum().backward()
+    for name, parameter in rough.named_parameters():
+        expected = exact.get_parameter(name).grad
+        result = parameter.main_grad if parameter.dim() == 2 else parameter.grad.float()
+        assert parameter.dim() != 2 or parameter.grad is None
+        assert (result - expected).norm() < 0.1 * expected.norm(), name
+
+
 def test_same_input_twice_is_bitwise_equal():
     spec = SPECS["qwen2"]
     shard = make_shard(spec, hf_model(spec).state_dict())

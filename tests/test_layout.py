@@ -122,9 +122,7 @@ def moves(draw):
     order = draw(st.permutations(range(60)))
     sources = [order[i * source.size : (i + 1) * source.size] for i in range(draw(st.integers(1, 2)))]
     shift = draw(st.integers(0, source.size))
-    targets = [
-        order[shift + i * target.size : shift + (i + 1) * target.size] for i in range(draw(st.integers(1, 2)))
-    ]
+    targets = [order[shift + i * target.size : shift + (i + 1) * target.size] for i in range(draw(st.integers(1, 2)))]
     return spec, source, sources, target, targets
 
 
@@ -132,12 +130,8 @@ def moves(draw):
 @given(moves())
 def test_copies_fill_every_target_slice_once_and_come_from_holders(move):
     spec, source, sources, target, targets = move
-    held = {
-        device: slices_of(spec, source, rank) for devices in sources for rank, device in enumerate(devices)
-    }
-    wanted = {
-        device: slices_of(spec, target, rank) for devices in targets for rank, device in enumerate(devices)
-    }
+    held = {device: slices_of(spec, source, rank) for devices in sources for rank, device in enumerate(devices)}
+    wanted = {device: slices_of(spec, target, rank) for devices in targets for rank, device in enumerate(devices)}
     counts = {device: _zeros(spec) for device in wanted}
     for copy in plan_copies(spec, source, sources, target, targets):
         assert any(part.intersect(copy.slice) == copy.slice for part in held[copy.source])

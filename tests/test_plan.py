@@ -82,7 +82,7 @@ def test_the_plan_names_exactly_the_runs_model_stages():
     with pytest.raises(ValueError, match=r"leaves out `reference\.inference`"):
         _check(_plan(), {**SPECS, "reference.inference": SPEC})
     with pytest.raises(ValueError, match=r"names `critic\.training`, which this run has not"):
-        _check(_plan(), {name: SPEC for name in ("actor.generation", "actor.training")})
+        _check(_plan(), dict.fromkeys(("actor.generation", "actor.training"), SPEC))
 
 
 def test_generation_may_have_a_replica_for_each_sample_of_the_step():

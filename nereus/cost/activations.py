@@ -178,7 +178,9 @@ def training_moments(
     tokens, rows = one_samples * sequence_tokens, one_samples * response_tokens
     again = layer if recompute else 0
     backward = tokens * (again + _backward_bytes(sizes, precision)) + _sequence_bytes(sizes, sequence_tokens, precision)
-    # The head's input and its gradient; an MLP's matrix is the largest of a layer.
+    # An MLP's matrix is the largest of a layer; its gradient is made when two of the MLP's intermediates are gone.
+    block = _gradient_bytes(2 * sizes.intermediate, hidden, tokens, precision)
+    # The head's input and its gradient.
     selected = 2 * rows * hidden * size if sizes.is_last else 0
     chunk = min(rows, _chunk_rows(sizes, precision)) if sizes.vocab else 0
     return (
@@ -189,7 +191,7 @@ def training_moments(
         },
         {
             "activations": kept + backward,
-            "workspace": _gradient_bytes(2 * sizes.intermediate, hidden, tokens, precision),
+            "workspace": max(0, block - 2 * tokens * sizes.intermediate * size),
         },
     )
 

@@ -76,15 +76,19 @@ class PlanMemory:
         stage, spec = self.plan[model_stage], self.specs[model_stage]
         return estimate_rank(model_stage, stage, spec, rank, self.workload, self.precision)
 
-    def peak(self, device: int) -> MemoryPeak:
-        """Return the largest phase of a device."""
-        resident = self.residents[device]
-        phases: list[tuple[str, Mapping[str, int]]] = [("weight sync", self._weight_sync(device))]
+    def phases(self, device: int) -> dict[str, Mapping[str, int]]:
+        """Return what each phase of a device needs on top of the residents, by the phase's name."""
+        phases: dict[str, Mapping[str, int]] = {"weight sync": self._weight_sync(device)}
         for name, ranks in self.ranks.items():
             if device in ranks:
-                phases += [(f"{p} of {name}", kinds) for p, kinds in self.rank(name, ranks[device]).phases.items()]
-        phase, most = max(phases, key=lambda item: sum(item[1].values()))
-        kinds = {kind: resident[kind] + most.get(kind, 0) for kind in KINDS}
+                needs = self.rank(name, ranks[device]).phases
+                phases |= {f"{phase} of {name}": kinds for phase, kinds in needs.items()}
+        return phases
+
+    def peak(self, device: int) -> MemoryPeak:
+        """Return the largest phase of a device, with the residents."""
+        phase, most = max(self.phases(device).items(), key=lambda item: sum(item[1].values()))
+        kinds = {kind: self.residents[device][kind] + most.get(kind, 0) for kind in KINDS}
         return MemoryPeak(device, phase, {kind: count for kind, count in kinds.items() if count})
 
     def _weight_sync(self, device: int) -> dict[str, int]:
@@ -104,7 +108,7 @@ class PlanMemory:
         for elements, peers in ((held, target), (wanted, source)):
             message = min(elements * COMPUTE_BYTES[self.precision], SYNC_BUCKETS_IN_FLIGHT * SYNC_BUCKET_BYTES)
             num_bytes += message * len(peers.keys() - {device})
-        return {**fixed, "sync buckets": num_bytes}
+        return {**fixed, "sync buckets": num_bytes} if num_bytes else fixed
 
     def _syncs_in_place(self) -> bool:
         """Return whether every rank of generation lies where the same rank of training does."""

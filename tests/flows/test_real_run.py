@@ -1,0 +1,35 @@
+"""A small run through the command line, the real flow and real workers, to its checkpoint and its report."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from nereus.cli import app
+
+SMALL = (
+    "model.tiny={hidden: 32, layers: 2, heads: 4, kv_heads: 2, intermediate: 32, vocab: 16}",
+    "rollout={prompts_per_step: 4, max_prompt_tokens: 16, max_response_tokens: 8}",
+    "cluster.memory_per_device=1GiB",
+    "steps=2",
+)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_from_a_recipe_to_a_checkpoint_that_transformers_loads(tmp_path: Path):
+    run_dir, out = tmp_path / "amber", tmp_path / "out"
+    result = CliRunner().invoke(app, ["run", "tiny-cpu", *SMALL, "--run-dir", str(run_dir)])
+    assert result.exit_code == 0, result.output
+    assert f"{run_dir}/report.html" in result.stdout
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1]
+    assert "actor.training" in (run_dir / "report.html").read_text()
+    assert CliRunner().invoke(app, ["export", str(run_dir), str(out)]).exit_code == 0
+    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(out).decode([4, 5]) == "ae"
+
+    again = CliRunner().invoke(app, ["run", "tiny-cpu", *SMALL, "--run-dir", str(run_dir)])
+    assert again.exit_code == 2
+    assert again.stderr.startswith(f"nereus: run_dir: {run_dir} already holds a run; choose another directory.")

@@ -9,10 +9,11 @@ WINDOW = 5
 
 
 def summarize(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return first and last values of a run; means are over the first and last `window` steps: 5, or half of a short run.
+    """Return first and last values of a run.
 
-    Keys: steps, window, reward_first, reward_last, response_tokens_first, response_tokens_last, kl_k1_last, rollout_tokens,
-    seconds, tokens_per_s (response tokens a second of whole steps), skipped_updates. Absent numbers are NaN.
+    Means are over the first and last `window` steps: 5, or half of a short run. Absent numbers are NaN.
+    Keys: steps, window, reward_first, reward_last, response_tokens_first, response_tokens_last, kl_k1_last,
+    rollout_tokens, seconds, tokens_per_s (response tokens a second of whole steps), skipped_updates.
     """
 
     def mean(key: str, part: slice) -> float:

@@ -21,16 +21,21 @@ from typing import Any
 STAGES = ("generation", "inference", "training")
 
 
+def read_clocks() -> tuple[float, float]:
+    """Return the wall's seconds and the processor time of this process."""
+    return time.perf_counter(), time.process_time()
+
+
 class Stopwatch:
-    """Times of one run: per step when generation began and each stage ended, and the seconds of collections between."""
+    """Clocks of one run: per step when generation began and each stage ended, and how long collections took between."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.finished_s = 0.0
+        self.steps: list[dict[str, tuple[float, float]]] = []
+        self.finished = (0.0, 0.0)
 
     def mark(self, name: str) -> None:
         """Note the first time that `name` happens in the step."""
-        self.steps[-1].setdefault(name, time.perf_counter())
+        self.steps[-1].setdefault(name, read_clocks())
 
     def around_generation(self, generate: Callable[..., Any], response_tokens: int) -> Callable[..., Any]:
         def timed(model: Any, queries: Any, *rest: Any) -> Any:
@@ -55,23 +60,29 @@ class Stopwatch:
 
     def collect(self) -> int:
         """Stand in for `gc.collect`."""
-        begun = time.perf_counter()
+        begun = read_clocks()
         found = gc.collect()
         if self.steps and "inference" not in self.steps[-1]:
-            self.steps[-1]["collection"] = time.perf_counter() - begun
+            wall, processor = read_clocks()
+            self.steps[-1]["collection"] = (wall - begun[0], processor - begun[1])
         return found
 
-    def seconds(self) -> list[dict[str, float]]:
-        """Return the steps' seconds by stage; "other" is what no stage accounts for, collections included."""
-        ends = [step["start"] for step in self.steps[1:]] + [self.finished_s]
+    def seconds(self, clock: int) -> list[dict[str, float]]:
+        """Return the steps' seconds by stage; "other" is what no stage accounts for, collections included.
+
+        Args:
+            clock: 0 for the wall's, 1 for processor time.
+        """
+        ends = [step["start"] for step in self.steps[1:]] + [self.finished]
         result = []
         for step, end in zip(self.steps, ends, strict=True):
+            at = {name: clocks[clock] for name, clocks in step.items()}
             stages = {
-                "generation": step["generation"] - step["start"],
-                "inference": step["inference"] - step["generation"] - step.get("collection", 0.0),
-                "training": step["training"] - step["inference"],
+                "generation": at["generation"] - at["start"],
+                "inference": at["inference"] - at["generation"] - at.get("collection", 0.0),
+                "training": at["training"] - at["inference"],
             }
-            total = end - step["start"]
+            total = end[clock] - at["start"]
             result.append({**stages, "other": total - sum(stages.values()), "total": total})
         return result
 
@@ -80,13 +91,16 @@ def main(spec_path: str, out_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: spec["threads"]])
     with tempfile.TemporaryDirectory() as folder:
-        steps = run(spec, folder)
-    records = [{"seconds": seconds, "peak_memory_bytes": _peak_bytes()} for seconds in steps]
+        watch = run(spec, folder)
+    records = [
+        {"seconds": wall, "cpu_seconds": processor, "peak_memory_bytes": _peak_bytes()}
+        for wall, processor in zip(watch.seconds(0), watch.seconds(1), strict=True)
+    ]
     Path(out_path).write_text(json.dumps({"steps": records[spec["warm_up"] :]}))
 
 
-def run(spec: dict[str, Any], folder: str) -> list[dict[str, float]]:
-    """Run TRL's trainer and return the seconds of each step, warm-up included."""
+def run(spec: dict[str, Any], folder: str) -> Stopwatch:
+    """Run TRL's trainer and return the clocks of its steps, warm-up included."""
     import torch
     from trl.experimental.ppo import ppo_trainer
 
@@ -100,8 +114,8 @@ def run(spec: dict[str, Any], folder: str) -> list[dict[str, float]]:
     trainer.model.register_forward_pre_hook(watch.before_training)
     trainer.lr_scheduler.step = watch.around_scheduler(trainer.lr_scheduler.step)
     trainer.train()
-    watch.finished_s = time.perf_counter()
-    return watch.seconds()
+    watch.finished = read_clocks()
+    return watch
 
 
 def make_trainer(spec: dict[str, Any], folder: str) -> Any:

@@ -101,7 +101,7 @@ class PlanMemory:
             rank_parameters(self.specs[name], self.plan[name].layout, ranks[device]) if device in ranks else 0
             for name, ranks in (("actor.training", source), ("actor.generation", target))
         )
-        if held and self._syncs_in_place():
+        if self._syncs_in_place():
             return fixed
         num_bytes = 0
         # A device sends to the others of generation and receives from the others of training.

@@ -36,6 +36,9 @@ class Nursery:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "THP_MEM_ALLOC_ENABLE": "1",  # fresh memory at 17 GB/s instead of 2.6
+            # Tensors freed inside a stage are used again instead of going back page by page; the worker trims after it.
+            "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
             # oneDNN keeps a compiled kernel of about 0.6 MB for each product shape: bound them, or memory creeps up.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
             "LRU_CACHE_CAPACITY": "64",
@@ -48,7 +51,12 @@ class Nursery:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=2
+                command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,  # signals to the driver's group are the driver's to answer
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -4,6 +4,7 @@ The main thread runs commands; one thread reads the driver's messages (commands,
 the driver is gone: the process ends at once); one thread sends a beat every `heartbeat_s`, even during a long command.
 """
 
+import ctypes
 import errno
 import importlib
 import os
@@ -26,6 +27,7 @@ from nereus.runtime.waiting import CommunicatorError
 
 # A command in flight when the worker is told to exit gets this long to notice the abort flag.
 _EXIT_GRACE_S = 1.0
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 _CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 
 
@@ -103,6 +105,12 @@ def reset_peak_rss() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def trim_heap() -> None:
+    """Give memory that was freed back to the system, so that one stage's leftovers are no other stage's peak."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocator or the operating system refused memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -165,6 +173,8 @@ class _Worker:
         self._stream.send(("ready", os.getpid()))
         while (command := self._commands.get()) is not None:
             self._run_command(service, *command)
+            del command
+            trim_heap()
         if callable(close := getattr(service, "close", None)):
             close()
         self._finished.set()

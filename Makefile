@@ -9,7 +9,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix bench serve deploy smollm2 sweep
+.PHONY: help setup demo test check fix bench serve deploy smollm2 slow sweep
 
 help:  ## list the entry points
 	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -43,8 +43,11 @@ bench: setup smollm2  ## measure side by side; prints tables, writes build/bench
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c requirements.lock -e ".[bench]"
 	$(BIN)/python -m tests.benchmarks
 
-sweep: setup  ## 200 mixed plans against one another (long)
-	$(BIN)/python -m pytest -m slow --timeout 7200 tests/sweep
+slow: setup  ## the tests that take minutes: learning, and SmolLM2 where `make smollm2` has fetched it
+	$(BIN)/python -m pytest -m slow
+
+sweep: setup  ## layout invariance over 200 mixed plans (long)
+	NEREUS_SWEEP=200 $(BIN)/python -m pytest tests/parity/test_layouts.py
 
 smollm2: setup  ## fetch SmolLM2-135M-Instruct and convert it to safetensors
 	test -e $(SMOLLM2)/model.safetensors || $(BIN)/python -m nereus.smollm2 $(SMOLLM2)

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from nereus.config import load_config
+from nereus.config import RunConfig, load_config
 
 app = typer.Typer(
     add_completion=False,
@@ -41,6 +41,7 @@ def run(
     where = [f"run_dir={json.dumps(run_dir)}"] if run_dir is not None else []
     with wrong_input_exits():
         config = load_config(recipe, [*(overrides or []), *where])
+        _check_at_the_door(config)
     _quiet_prefect()
     from flows.local import run_here
     from nereus.progress import watch
@@ -90,6 +91,13 @@ def report(run_dir: RunDirArgument) -> None:
     with wrong_input_exits():
         path = write_report(run_dir)
     typer.echo(path)
+
+
+def _check_at_the_door(config: RunConfig) -> None:
+    """Find what is wrong before Prefect starts: the answer comes in seconds, and no failed flow run is left behind."""
+    from nereus.runtime.job import prepare_job
+
+    prepare_job(config)
 
 
 @contextmanager

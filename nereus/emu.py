@@ -45,7 +45,7 @@ def emus_of(plan: Plan) -> tuple[Emu, ...]:
 
 
 def plan_of(emus: Iterable[Emu], like: Plan) -> Plan:
-    """Return the plan whose units are `emus`; micro-batch and recomputation, which move no state, are taken from `like`."""
+    """Return the plan whose units are `emus`; what moves no state (micro-batch, recomputation) comes from `like`."""
     grouped: dict[str, list[Emu]] = {}
     for emu in sorted(emus):
         grouped.setdefault(emu.model_stage, []).append(emu)

@@ -5,7 +5,8 @@ Ranks of a layout are numbered stage by stage: rank = stage * tp + tp_rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,7 +57,7 @@ def partition(num_units: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     bounds = [0]
     for part in range(num_parts):
         bounds.append(bounds[-1] + base + (part < extra))
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(itertools.pairwise(bounds))
 
 
 def check_layout(spec: ModelSpec, layout: Layout) -> None:
@@ -81,7 +82,7 @@ def stages_of(spec: ModelSpec, layout: Layout, info: TensorInfo) -> tuple[int, .
     last = layout.pp - 1
     if info.place == "embed":
         return (0, last) if spec.ties_head and last else (0,)
-    if info.place in ("norm", "head"):
+    if not isinstance(info.place, int):
         return (last,)
     for stage, (start, stop) in enumerate(partition(spec.layers, layout.pp)):
         if start <= info.place < stop:
@@ -160,7 +161,7 @@ def plan_copies(
     target device already holds comes from itself; else the holder that has sent least so far sends it (ties: lowest
     device), so the load spreads over replicas. Deterministic.
     """
-    pieces: Mapping[str, list[Holding]] = {}
+    pieces: dict[str, list[Holding]] = {}
     for holding in holdings(spec, source_layout):
         pieces.setdefault(holding.slice.name, []).append(holding)
     sent: dict[int, int] = {}

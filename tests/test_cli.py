@@ -26,6 +26,8 @@ def run(*arguments: str):
         (["run", "tiny"], "nereus: There is no recipe and no file `tiny`; did you mean the recipe `tiny-cpu`?"),
         (["run", "tiny-cpu", "stepz=1"], "nereus: Unknown key `stepz`; did you mean `steps`?"),
         (["run", "tiny-cpu", "steps=0"], "nereus: `steps` is 0: it must be greater than 0."),
+        (["run", "tiny-cpu", "model.path=no/such"], "nereus: model folder 'no/such' does not exist"),
+        (["run", "tiny-cpu", "cluster.memory_per_device=64MiB"], "nereus: plan needs"),
         (["report", "/nowhere"], "nereus: /nowhere holds no run"),
         (["export", "/nowhere", "out"], "nereus: /nowhere holds no finished run"),
     ],

@@ -57,7 +57,7 @@ class GradientBuffer:
         """Detach from the parameters and free the buffer."""
         for hook, parameter in zip(self._hooks, self.parameters.values(), strict=True):
             parameter.grad = None
-            del parameter.main_grad
+            del parameter.main_grad  # type: ignore[attr-defined]
             if hook is not None:
                 hook.remove()
         self.views.clear()

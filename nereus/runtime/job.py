@@ -188,7 +188,7 @@ def _plan(config: RunConfig, specs: Mapping[str, ModelSpec], workload: Workload)
     micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
     if config.plan == "auto":
         return plan_auto(specs, capacities, workload, config.precision, micro_batch=micro_batch)
-    entries = {name: entry.model_dump() for name, entry in config.plan.items()}
+    entries: dict[str, dict[str, Any]] = {str(name): entry.model_dump() for name, entry in config.plan.items()}
     plan = resolve_plan(entries, specs, capacities, workload, config.precision, micro_batch=micro_batch)
     check_memory(plan, specs, workload, config.precision, capacities)
     return plan

@@ -102,11 +102,13 @@ class OneForwardOneBackward:
         if links.is_last:
             output.backward()
         else:
+            assert pending is not None
             gradient = torch.empty_like(output)
             links.replica.recv(gradient, links.next, 2 * index + 1).wait()
             pending.wait()
             output.backward(gradient)
         if received is not None:
+            assert received.grad is not None
             gradient = received.grad.contiguous()
             self.returned.append((links.replica.send(gradient, links.previous, 2 * index + 1), gradient))
             if len(self.returned) > _MOST_IN_FLIGHT:

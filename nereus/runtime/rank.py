@@ -114,7 +114,7 @@ class Rank:
         assert self._sync is not None
         sync, communicator = self._sync
         training, generation = self.units.get("actor.training"), self.units.get("actor.generation")
-        if training is not None and training.training.updates != policy_version:
+        if training is not None and training.training is not None and training.training.updates != policy_version:
             raise RuntimeError(
                 f"actor.training is at policy version {training.training.updates}, not {policy_version}; "
                 "the weights were not sent."

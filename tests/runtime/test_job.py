@@ -67,7 +67,10 @@ def test_the_actors_weights_are_the_default_of_critic_and_reference() -> None:
         ),
         ({"plan": {"actor.training": entry()}}, ["leaves out", "actor.generation"]),
         ({"plan": {**plan_with("", {}), "reward.inference": entry()}}, ["reward.inference", "this run has not"]),
-        ({"cluster": {"devices": 1, "memory_per_device": "8MiB"}}, ["on device 0", "90% of its 8.00 MiB", "cluster.memory_per_device"]),
+        (
+            {"cluster": {"devices": 1, "memory_per_device": "8MiB"}},
+            ["on device 0", "90% of its 8.00 MiB", "cluster.memory_per_device"],
+        ),
         ({"model": {"tiny": {"vocab": 12}}}, ["vocabulary of 12"]),
         ({"rollout": {"max_response_tokens": 9000}}, ["rollout.max_response_tokens", "positions"]),
         ({"rollout": {"max_prompt_tokens": 1}}, ["rollout.max_prompt_tokens is 1"]),

@@ -75,7 +75,6 @@ class DecoderShard(nn.Module):
         check_layout(spec, layout)
         assert group.size == layout.tp and group.rank == layout.tp_rank(rank), (layout, rank, group.rank, group.size)
         self.spec, self.layout, self.rank, self.group, self.dtype = spec, layout, rank, group, dtype
-        self.dtype = dtype
         stage = layout.stage(rank)
         self.is_first, self.is_last = stage == 0, stage == layout.pp - 1
         self.vocab_range = partition(spec.vocab, layout.tp)[layout.tp_rank(rank)]
@@ -129,6 +128,7 @@ class DecoderShard(nn.Module):
         rows = None
         if cache is not None:
             assert slots is not None and len(slots) == len(batch.lengths), (slots, batch.lengths)
+            assert not torch.is_grad_enabled(), "prefill has no gradient"
             repeats = torch.tensor(batch.lengths, device=batch.positions.device)
             owners = torch.tensor(slots, device=batch.positions.device).repeat_interleave(repeats)
             rows = cache.rows(owners, batch.positions)
@@ -192,7 +192,8 @@ class DecoderShard(nn.Module):
     def prepare_decode(self) -> None:
         """Copy the matrices into the order that decoding reads fastest; call it whenever they have changed.
 
-        The copies take as many bytes as the matrices of layers and head. Where packing doesn't pay, nothing is copied.
+        The copies take as many bytes as the matrices of layers and head. A matrix for which packing doesn't pay
+        (`nereus.model.linear.packing_pays`) is shared, not copied.
         """
         self._prepared = self._decode_layers(packed=True)
         if self.is_last:

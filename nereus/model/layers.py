@@ -76,7 +76,7 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         size = x.shape[-1]
         high, grad_high, weight_high = (t.to(scale.dtype) for t in (x, grad, weight))
-        t = (grad_high * high).view(-1, size)
+        t = (grad_high * high).reshape(-1, size)
         slope = torch.mv(t, weight_high).view(scale.shape) * scale.pow(3) / size
         grad_x = (grad_high * weight_high).mul_(scale).addcmul_(high, slope, value=-1)
         grad_weight = torch.mv(t.t(), scale.view(-1)) if ctx.needs_input_grad[1] else None

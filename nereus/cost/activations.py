@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nereus.layout import Layout, partition, slices_of, stage_layers
+from nereus.limits import GRADIENT_BLOCK_ELEMENTS, LOGITS_BLOCK_BYTES, LOGITS_BUFFER_BYTES
 from nereus.model.spec import ModelSpec, tensors
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # Of `token_ids`, positions, rows, targets and columns, bytes a token.
 _PACKED_TOKEN_BYTES = 64
-# The head's log-probs hold at most this many bytes of logits at once, and three blocks of some rows beside them.
-LOGITS_BUFFER_BYTES = 256 * 2**20
-LOGITS_BLOCK_BYTES = 4 * 2**20
-# Elements of a weight's gradient that are made at once.
-GRADIENT_BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from nereus.cost.rank_memory import (
     estimate_rank,
     rank_parameters,
 )
+from nereus.limits import SYNC_BUCKET_BYTES
 from nereus.model.spec import ModelSpec
 from nereus.plan import Plan, StagePlan
 
@@ -38,9 +39,8 @@ __all__ = [
 
 # A plan is feasible when no device's predicted peak is above this share of its capacity.
 USABLE_SHARE = 0.9
-# Most bytes of one message of a weight sync, and how many are under way between two devices, each way.
-SYNC_BUCKET_BYTES = 32 * 2**20
-SYNC_BUCKETS_IN_FLIGHT = 2
+# Buffers of a weight sync for each pair of devices, each way: two of the rank's own and two of shared memory.
+SYNC_BUCKETS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)

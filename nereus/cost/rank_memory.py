@@ -19,6 +19,7 @@ from nereus.cost.activations import (
     training_moments,
 )
 from nereus.layout import Layout, slices_of
+from nereus.limits import PREFILL_TOKENS
 from nereus.model.spec import ModelSpec
 from nereus.plan import StagePlan, stage_of
 
@@ -46,8 +47,6 @@ FIXED_WORKSPACE_BYTES = 64 * 2**20
 FRAGMENTATION = 0.5
 # The first recomputation in a process loads the compiler's modules.
 RECOMPUTE_WORKSPACE_BYTES = 72 * 2**20
-# Most prompt tokens of one prefill pass, unless one prompt alone is longer.
-PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nereus.limits import LOGITS_BLOCK_BYTES as _BLOCK_BYTES
+from nereus.limits import LOGITS_BUFFER_BYTES
 from nereus.model.group import Group
 from nereus.model.linear import product, weight_gradient
 from nereus.model.rotary import lifted
 
 if TYPE_CHECKING:
     from nereus.model.decoder import DecoderShard
-
-# Logits of at most this many bytes are kept for the backward pass; more are computed in chunks of this size, twice.
-LOGITS_BUFFER_BYTES = 256 * 2**20
-# Rows of logits that are worked on at once, so that they stay in the cache of a core.
-_BLOCK_BYTES = 2**20
 
 
 def chunk_rows(num_rows: int, vocab_local: int, element_bytes: int) -> int:

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nereus.limits import GRADIENT_BLOCK_ELEMENTS as _BLOCK_ELEMENTS
+
 # Below this many multiplications a float32 product is done before oneDNN's set-up (13 us a call) has paid off.
 _LEAST_MULTIPLICATIONS = 1 << 23
 # Float32 matrices with fewer elements stream from the cache, where packing them gains nothing.
 _LEAST_PACKED_ELEMENTS = 1 << 18
-# A gradient on its way to a buffer is made in blocks of this many elements, which stay in the cache.
-_BLOCK_ELEMENTS = 1 << 22
 _ZEN5_FAMILY = 26
 
 

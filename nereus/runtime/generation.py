@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from nereus.limits import PREFILL_TOKENS
 from nereus.model.batch import PackedBatch
 from nereus.model.decoder import DecoderShard
 from nereus.model.group import Group
@@ -31,8 +32,6 @@ from nereus.runtime.communicator import Communicator
 from nereus.runtime.slots import Decode, Prefill, RequestQueue, SlotSchedule, wave_slots
 from nereus.runtime.wave import Outcome, Wave, rows_of
 
-# Most prompt tokens in one pass: bounds the activations of prefill.
-MAX_PREFILL_TOKENS = 2048
 # Tags of the two kinds of messages; within a kind they are read in the order of turns, which is that of sending.
 _HIDDEN, _DRAWN = 0, 1
 
@@ -75,7 +74,7 @@ def generate(
     cache: KvCache,
     replica: Communicator,
     tp: Group,
-    max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+    max_prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[Response]:
     """Return the responses in request order; all ranks of the replica call it alike and get the same.
 

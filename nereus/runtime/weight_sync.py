@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from nereus.layout import Copy, plan_copies
+from nereus.limits import SYNC_BUCKET_BYTES
 from nereus.model.decoder import DecoderShard, ShardView
 from nereus.model.spec import ModelSpec
 from nereus.plan import StagePlan
 from nereus.runtime.communicator import Communicator, Pending
 from storage.slices import TensorSlice
-
-# A message carries at most this much; two are in flight for each pair of devices.
-BUCKET_BYTES = 32 << 20
 
 
 @lru_cache(maxsize=8)
@@ -82,7 +80,7 @@ class WeightSync:
     """One device's part of a weight sync: what it keeps, sends and receives. Buffers live for one `run`."""
 
     def __init__(self, copies: Sequence[Copy], devices: Sequence[int], device: int, dtype: torch.dtype) -> None:
-        most = BUCKET_BYTES // dtype.itemsize
+        most = SYNC_BUCKET_BYTES // dtype.itemsize
         self.dtype = dtype
         self.local = [copy.slice for copy in copies if copy.source == copy.target == device]
         self.sends: dict[int, list[Bucket]] = {}
@@ -103,46 +101,47 @@ class WeightSync:
 
     def run(self, source: SliceStore | None, target: SliceStore | None, communicator: Communicator) -> None:
         """Copy everything; `communicator` spans `devices`. All sends and receives of a round are posted before any is
-        awaited, so no order of rounds can deadlock."""
-        if self.local:
+        awaited, so no order of rounds can deadlock. Two rounds are in flight, and they alternate between two buffers
+        for each peer and direction."""
+        for part in self.local:
             assert source is not None and target is not None
-            for part in self.local:
-                target.find(part).copy_(source.find(part))
+            target.find(part).copy_(source.find(part))
+        buffers: dict[tuple[str, int, int], Tensor] = {}
+
+        def buffer_for(direction: str, peer: int, index: int, num_elements: int) -> Tensor:
+            key = (direction, peer, index % 2)
+            if key not in buffers or len(buffers[key]) < num_elements:
+                buffers[key] = torch.empty(num_elements, dtype=self.dtype)
+            return buffers[key][:num_elements]
+
         rounds = max((len(b) for b in (*self.sends.values(), *self.receives.values())), default=0)
         waiting: list[Callable[[], None]] = []
         for index in range(rounds):
-            posted = self._post(index, source, target, communicator)
+            posted: list[Callable[[], None]] = []
+            for peer, buckets in self.receives.items():
+                if index < len(buckets):
+                    assert target is not None
+                    buffer = buffer_for("receive", peer, index, buckets[index].num_elements)
+                    pending = communicator.recv(buffer, peer, index)
+                    posted.append(_receiver(pending, buffer, buckets[index], target))
+            for peer, buckets in self.sends.items():
+                if index < len(buckets):
+                    assert source is not None
+                    message = buffer_for("send", peer, index, buckets[index].num_elements)
+                    _gather(buckets[index], source, message)
+                    posted.append(communicator.send(message, peer, index).wait)
             for finish in waiting:
                 finish()
             waiting = posted
         for finish in waiting:
             finish()
 
-    def _post(
-        self, index: int, source: SliceStore | None, target: SliceStore | None, communicator: Communicator
-    ) -> list[Callable[[], None]]:
-        posted: list[Callable[[], None]] = []
-        for peer, buckets in self.receives.items():
-            if index < len(buckets):
-                assert target is not None
-                buffer = torch.empty(buckets[index].num_elements, dtype=self.dtype)
-                pending = communicator.recv(buffer, peer, index)
-                posted.append(_receiver(pending, buffer, buckets[index], target))
-        for peer, buckets in self.sends.items():
-            if index < len(buckets):
-                assert source is not None
-                message = _gather(buckets[index], source, self.dtype)
-                posted.append(communicator.send(message, peer, index).wait)
-        return posted
 
-
-def _gather(bucket: Bucket, source: SliceStore, dtype: torch.dtype) -> Tensor:
-    message = torch.empty(bucket.num_elements, dtype=dtype)
+def _gather(bucket: Bucket, source: SliceStore, message: Tensor) -> None:
     offset = 0
     for part in bucket.parts:
         message[offset : offset + part.num_elements].view(part.sizes).copy_(source.find(part))
         offset += part.num_elements
-    return message
 
 
 def _receiver(pending: Pending, buffer: Tensor, bucket: Bucket, target: SliceStore) -> Callable[[], None]:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from nereus.limits import SYNC_BUCKET_BYTES
 from nereus.model.linear import make_product, product
 from nereus.ppo.learning_rate import LearningRate
 from nereus.runtime.pipeline import OneForwardOneBackward
 from nereus.runtime.rank import Rank
 from nereus.runtime.training import TrainingWork
-from nereus.runtime.weight_sync import BUCKET_BYTES
 from nereus.runtime.worker import WorkerContext
 
 # Products of one shape are repeated until this much time is spent.
@@ -128,7 +128,7 @@ class BenchRank(Rank):
         return sum(receives.values())
 
     def _pieces(self, name: str, num_bytes: int) -> Sequence[Tensor]:
-        return self._buffer(name, num_bytes).split(BUCKET_BYTES)
+        return self._buffer(name, num_bytes).split(SYNC_BUCKET_BYTES)
 
     def _buffer(self, name: str, num_bytes: int) -> Tensor:
         if name not in self._buffers:

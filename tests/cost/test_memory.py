@@ -163,7 +163,7 @@ def test_weight_sync_costs_nothing_where_weights_stay_in_place():
     assert "sync buckets" not in PlanMemory(in_place, _specs(SMOLLM2), WORK, "float32").phases(0)["weight sync"]
     away = in_place.with_stage("actor.training", devices=(2, 3)).with_stage("critic.training", devices=(4, 5))
     memory = PlanMemory(away, _specs(SMOLLM2), WORK, "float32")
-    # Device 0 receives from two others, device 2 sends to two, with two buckets of 32 MiB each under way.
+    # Device 0 receives from two others, device 2 sends to two, with four buffers of 16 MiB for each.
     assert [memory.phases(d)["weight sync"].get("sync buckets", 0) for d in (0, 2, 4)] == [2**27, 2**27, 0]
 
 

@@ -186,6 +186,10 @@ class PaperEngine(Engine):
     def release(self, device_ids: Collection[int]) -> None:
         """Nothing to stop."""
 
+    def pids(self) -> dict[int, int]:
+        """No process at all."""
+        return {}
+
     def submit(self, device: int, method: str, /, **kwargs: Any) -> Future:
         """Return a future that ends as prepared."""
         future = self.futures[device] = Future()

@@ -114,20 +114,24 @@ class _Worker:
     sock: socket.socket
     deadline: float = field(default=math.inf)
     index: int | None = None  # of the request in work; None while it loads the function
+    killed: bool = False
 
     def kill(self) -> None:
-        """End the process and all it started, and reap it."""
+        """End the process and all it started, and reap it; only the first call does anything."""
+        if self.killed:  # its number may be another process's by now
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        self.sock.close()
+        self.killed = True
 
 
 class RewardPool:
     """Scores responses with a reward function in a few worker processes; a context manager.
 
-    On any failure, and at the end, all workers are killed and reaped; a later `score` starts fresh ones.
+    On any failure all workers are killed and reaped; a later `score` starts fresh ones. `close` is final, and may be
+    called from any thread: a `score` at work in another one ends with a RewardError.
 
     Args:
         spec: as for `load_reward_function`.
@@ -141,9 +145,13 @@ class RewardPool:
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self._workers: list[_Worker] = []
+        self._closed = False
+        self._lock = threading.Lock()  # of the two above; workers are started and killed under it
+        self._scoring = threading.Lock()  # held by who reads and writes the workers' sockets
 
     def __enter__(self) -> RewardPool:
-        self._start()
+        with self._scoring:
+            self._start()
         return self
 
     def __exit__(
@@ -152,25 +160,40 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Kill and reap all workers; harmless when there are none."""
-        while self._workers:
-            self._workers[-1].kill()
-            self._workers.pop()
+        """Kill and reap all workers and start no more; may be called twice, and by several threads."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.kill()  # whoever waits for its answer sees the end of the stream
+        with self._scoring:
+            self._reset()
+
+    def _reset(self) -> None:
+        """Kill and reap all workers; the caller holds `_scoring`, so that nobody uses a socket that is closed here."""
+        with self._lock:
+            while self._workers:
+                worker = self._workers[-1]
+                worker.kill()
+                worker.sock.close()
+                self._workers.pop()
 
     def score(self, requests: Sequence[RewardRequest]) -> list[float]:
         """Return the function's value for each request, in their order.
 
         Raises:
             RewardError: the function raised, returned no finite number, took longer than `timeout_s` or ended its
-                process. The first failure seen is the one reported.
+                process. The first failure seen is the one reported. Or the pool was closed.
         """
-        try:
-            if not self._workers:
-                self._start()
-            return self._score(requests)
-        except BaseException:
-            self.close()  # whatever is still in work must not answer a later call
-            raise
+        with self._scoring:
+            try:
+                if not self._workers or self._closed:
+                    self._start()
+                return self._score(requests)
+            except BaseException as error:
+                self._reset()  # whatever is still in work must not answer a later call
+                if self._closed and isinstance(error, RewardError):
+                    raise self._refusal() from error
+                raise
 
     def _score(self, requests: Sequence[RewardRequest]) -> list[float]:
         rewards: list[float] = [math.nan] * len(requests)
@@ -239,12 +262,26 @@ class RewardPool:
     def _start(self) -> None:
         try:
             for _ in range(self.num_workers):
-                self._workers.append(self._spawn())
+                with self._lock:
+                    if self._closed:
+                        raise self._refusal()
+                    self._workers.append(self._spawn())
             for worker in self._workers:
-                _send(worker.sock, {"spec": self.spec, "path": sys.path})
+                self._greet(worker)
         except BaseException:
-            self.close()
+            self._reset()
             raise
+
+    def _greet(self, worker: _Worker) -> None:
+        try:
+            _send(worker.sock, {"spec": self.spec, "path": sys.path})
+        except TimeoutError as error:
+            raise self._error(None, f"its process took no message for {self.timeout_s:g} s") from error
+        except OSError as error:
+            raise self._error(None, self._explain_end(worker)) from error
+
+    def _refusal(self) -> RewardError:
+        return RewardError(f"Reward function {self.spec} scores no more: its processes were ended with the run.")
 
     def _spawn(self) -> _Worker:
         ours, theirs = socket.socketpair()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,31 @@ def test_a_stopped_worker_is_found(spec):
 def test_a_function_that_only_the_driver_can_import_is_named(spec):
     with RewardPool("gone.py:f") as pool, pytest.raises(RewardError, match=r"could not be started.*gone\.py"):
         pool.score([request("x")])
+
+
+def test_a_closed_pool_starts_no_worker_again(spec):
+    with RewardPool(spec("where")) as pool:
+        pool.score([request("x")])
+    with pytest.raises(RewardError, match="scores no more"):
+        pool.score([request("x")])
+    with pytest.raises(RewardError, match="scores no more"):
+        pool.__enter__()
+    pool.close()
+    assert pool._workers == []
+
+
+def test_two_threads_may_close_a_pool_that_is_scoring(spec, tmp_path):
+    pid_file = tmp_path / "pids"
+    pool = RewardPool(spec("faulty"), num_workers=2, timeout_s=30.0).__enter__()
+    pids = [worker.process.pid for worker in pool._workers]
+    with ThreadPoolExecutor(3) as threads:
+        scoring = threads.submit(pool.score, [request("spawn and hang", pid_file=str(pid_file)), request("fine")])
+        wait_until(lambda: pid_file.exists() and len(pid_file.read_text().split()) == 2)
+        for closing in [threads.submit(pool.close) for _ in range(2)]:
+            closing.result(timeout=10)
+        with pytest.raises(RewardError, match="scores no more"):
+            scoring.result(timeout=10)
+    wait_until(lambda: not any(is_alive(pid) for pid in [*pids, *pid_file.read_text().split()]))
 
 
 def test_the_end_of_the_block_reaps_every_worker(spec):

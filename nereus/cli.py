@@ -57,7 +57,7 @@ def run(
             _fail("Stopped; the workers are freed.", 1)
         except Exception as error:
             # At the door everything is wrong input; later a ValueError is a fault like any other.
-            _fail(str(error), 2 if isinstance(error, ValueError) and not view.opened else 1)
+            _fail(str(error) or repr(error), 2 if isinstance(error, ValueError) and not view.opened else 1)
     summary = summarize(read_metrics(result["run_dir"]))
     console.print(
         f"\n{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_s']:,.0f} tokens/s; "
@@ -95,9 +95,9 @@ def report(run_dir: RunDirArgument) -> None:
 
 def _check_at_the_door(config: RunConfig) -> None:
     """Find what is wrong before Prefect starts: the answer comes in seconds, and no failed flow run is left behind."""
-    from nereus.runtime.job import prepare_job
+    from nereus.runtime.job import check_job
 
-    prepare_job(config)
+    check_job(config)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +28,9 @@ class WeightSource(Protocol):
 
     def read(self, part: TensorSlice, out: Tensor) -> None:
         """Fill `out` (shape `part.sizes`, any float dtype and device) with that slice of the canonical tensor."""
+
+    def close(self) -> None:
+        """Close the files that are open."""
 
 
 class CheckpointSource:
@@ -87,6 +91,9 @@ class RandomSource:
             drawn = normal_slice(self.seed, self.role, part.name, shape, start, stop, self.spec.initializer_range)
             out[start - first : stop - first].copy_(torch.from_numpy(drawn)[(slice(None), *columns)])
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class FreshHead:
     """The backbone of another source with a newly drawn value or score head."""
@@ -99,6 +106,9 @@ class FreshHead:
     def read(self, part: TensorSlice, out: Tensor) -> None:
         is_head = part.name in ("value_head.weight", "score.weight")
         (self._head if is_head else self.base).read(part, out)
+
+    def close(self) -> None:
+        self.base.close()
 
 
 def open_weights(path: str, spec: ModelSpec, *, seed: int, role: str) -> WeightSource:
@@ -113,10 +123,14 @@ def open_weights(path: str, spec: ModelSpec, *, seed: int, role: str) -> WeightS
     return CheckpointSource(path, spec)
 
 
-def load_shard(shard: DecoderShard, source: WeightSource) -> None:
-    """Fill all parameters of a shard from a source, one slice at a time, in the shard's dtype and on its device."""
-    parameters = dict(shard.named_parameters())
+def load_shard(shard: DecoderShard, source: WeightSource, targets: Mapping[str, Tensor] | None = None) -> None:
+    """Fill all parameters of a shard from a source, one slice at a time.
+
+    Args:
+        targets: tensors to fill instead, by parameter name and shaped like the parameters (a trainer's masters).
+    """
+    tensors_by_name = dict(shard.named_parameters()) if targets is None else targets
     with torch.no_grad():
         for view in shard.views():
-            source.read(view.slice, view.of(parameters[view.parameter]))
+            source.read(view.slice, view.of(tensors_by_name[view.parameter]))
     shard.drop_prepared()  # packed copies of the former weights must not survive

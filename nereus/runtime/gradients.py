@@ -81,23 +81,31 @@ def reduce_gradients(buffer: GradientBuffer, links: Links) -> None:
 
 
 _TIED_TAG = 1 << 20
+# Elements of one message between the two holders of a tied embedding: bounds the buffers that it takes.
+_TIED_PIECE = 1 << 20
 
 
 def _add_tied(own: Tensor, links: Links) -> None:
     last_stage = (links.layout.pp - 1) * links.layout.tp
     peer = links.rank + last_stage if links.is_first else links.rank - last_stage
-    other = torch.empty_like(own)
-    pending = links.replica.send(own.contiguous(), peer, _TIED_TAG)
-    links.replica.recv(other, peer, _TIED_TAG).wait()
-    pending.wait()
-    own.add_(other)  # addition of two numbers commutes, so both stages get the same bits
+    for mine in own.view(-1).split(_TIED_PIECE):
+        other = torch.empty_like(mine)
+        if links.is_first:
+            pending = links.replica.send(mine, peer, _TIED_TAG)
+            links.replica.recv(other, peer, _TIED_TAG).wait()
+        else:  # in the opposite order, for transports whose sends wait for their receivers
+            links.replica.recv(other, peer, _TIED_TAG).wait()
+            pending = links.replica.send(mine, peer, _TIED_TAG)
+        pending.wait()
+        mine.add_(other)  # addition of two numbers commutes, so both stages get the same bits
 
 
 def compute_gradient_norm(buffer: GradientBuffer, links: Links) -> float:
     """Return the 2-norm of the whole model's gradients in float64: every element counted once, by its owner."""
     owned = owned_slices(buffer.shard.spec, links.layout, links.rank)
     squares = [_sum_of_squares(v.of(buffer.views[v.parameter])) for v in buffer.shard.views() if v.slice in owned]
-    total = torch.stack(squares).sum().reshape(1) if squares else torch.zeros(1, dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64, device=buffer.flat.device)
+    total = torch.stack([zero, *squares]).sum().reshape(1)
     links.replica.all_reduce(total)
     return float(total.item()) ** 0.5
 

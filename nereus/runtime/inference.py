@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,20 +32,23 @@ class InferenceWork:
         return results
 
 
-def _device(shard: DecoderShard) -> torch.device:
-    return next(shard.parameters()).device
-
-
-def _packed(shard: DecoderShard, work: InferenceWork) -> list[PackedSamples]:
-    device = _device(shard)
-    return [pack_samples([work.samples[i] for i in b], dtype=shard.dtype, device=device) for b in work.micro_batches]
-
-
-def _cut(outputs: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def _infer(
+    shard: DecoderShard,
+    links: Links,
+    work: InferenceWork,
+    pack: Callable[[list[Sample]], PackedSamples],
+    head: Callable[[Tensor, PackedSamples], Tensor],
+) -> list[np.ndarray]:
+    """Run packed forward passes; `head` returns one number for each of a pack's `rows`, cut here by sample."""
+    packed = [pack([work.samples[i] for i in batch]) for batch in work.micro_batches]
     pieces: list[np.ndarray] = []
-    for output, sizes in zip(outputs, counts, strict=True):
-        pieces += [piece.double().cpu().numpy() for piece in output.split(list(sizes))]
-    return pieces
+    for output, pack_of in zip(run_forward(shard, links, packed, head), packed, strict=links.is_last):
+        pieces += [piece.double().cpu().numpy() for piece in output.split(list(pack_of.rows_per_sample))]
+    return work.in_order(pieces) if links.is_last else []
+
+
+def _packer(shard: DecoderShard) -> Callable[[list[Sample]], PackedSamples]:
+    return partial(pack_samples, dtype=shard.dtype, device=next(shard.parameters()).device)
 
 
 @torch.no_grad()
@@ -55,9 +59,7 @@ def infer_logprobs(shard: DecoderShard, links: Links, work: InferenceWork, tempe
         rows = hidden.index_select(0, packed.rows)
         return token_logprobs(shard, rows, packed.targets, temperature=temperature)[0]
 
-    packed = _packed(shard, work)
-    outputs = run_forward(shard, links, packed, head)
-    return work.in_order(_cut(outputs, [p.responses for p in packed])) if links.is_last else []
+    return _infer(shard, links, work, _packer(shard), head)
 
 
 @torch.no_grad()
@@ -67,9 +69,7 @@ def infer_values(shard: DecoderShard, links: Links, work: InferenceWork) -> list
     def head(hidden: Tensor, packed: PackedSamples) -> Tensor:
         return shard.values(hidden.index_select(0, packed.rows))
 
-    packed = _packed(shard, work)
-    outputs = run_forward(shard, links, packed, head)
-    return work.in_order(_cut(outputs, [p.responses for p in packed])) if links.is_last else []
+    return _infer(shard, links, work, _packer(shard), head)
 
 
 @torch.no_grad()
@@ -79,6 +79,4 @@ def infer_scores(shard: DecoderShard, links: Links, work: InferenceWork) -> list
     def head(hidden: Tensor, packed: PackedSamples) -> Tensor:
         return shard.scores(hidden.index_select(0, packed.rows))[:, 0]
 
-    packed = [pack_whole([work.samples[i] for i in batch], device=_device(shard)) for batch in work.micro_batches]
-    outputs = run_forward(shard, links, packed, head)
-    return work.in_order(_cut(outputs, [[1] * len(p.responses) for p in packed])) if links.is_last else []
+    return _infer(shard, links, work, partial(pack_whole, device=next(shard.parameters()).device), head)

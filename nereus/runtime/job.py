@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from nereus.cluster import local_cluster
 from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
@@ -17,7 +20,9 @@ from nereus.model.tokens import read_eos_ids
 from nereus.plan import Plan
 from nereus.planner import plan_auto, resolve_plan
 from nereus.rewards import load_reward_function
+from nereus.runtime.run_dir import RunDir
 from nereus.runtime.sources import ModelSource
+from nereus.tracking import check_trackers
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,29 @@ class Job:
         return {name: source.spec for name, source in self.sources.items()}
 
 
+def check_job(config: RunConfig) -> None:
+    """Raise as `prepare_job` does, and for a run directory in use; silent otherwise, for the run itself warns."""
+    if config.run_dir is not None:
+        RunDir(config.run_dir).check_free()
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        prepare_job(config)
+    finally:
+        logging.disable(before)
+
+
 def prepare_job(config: RunConfig) -> Job:
     """Check a config against the world and return the job.
 
     Raises:
         ValueError: something that the config names is missing, broken or doesn't fit; one sentence with the mend.
     """
+    _check_devices(config)
+    check_trackers(config.tracking)
     sources = _sources(config)
     actor = sources["actor.training"]
+    reward = sources.get("reward.inference")
     tokenizer_path = _tokenizer_path(config)
     tokenizer = _load_tokenizer(tokenizer_path, "model")
     if len(tokenizer) > actor.spec.vocab:
@@ -73,7 +93,7 @@ def prepare_job(config: RunConfig) -> Job:
         prompts=prompts,
         tokenizer=tokenizer,
         tokenizer_path=tokenizer_path,
-        reward_tokenizer=_reward_tokenizer(config, tokenizer),
+        reward_tokenizer=_reward_tokenizer(config, tokenizer, actor.spec, reward.spec if reward else None),
         eos_ids=_eos_ids(config, tokenizer),
         workload=workload,
     )
@@ -151,11 +171,15 @@ def _load_tokenizer(path: str, key: str) -> Any:
         ) from None
 
 
-def _reward_tokenizer(config: RunConfig, actor_tokenizer: Any) -> Any | None:
-    if config.reward.model is None:
+def _reward_tokenizer(
+    config: RunConfig, actor_tokenizer: Any, actor: ModelSpec, reward: ModelSpec | None
+) -> Any | None:
+    """Return the reward model's tokenizer, or None where it can take every token that the actor may draw."""
+    if config.reward.model is None or reward is None:
         return None
     tokenizer = _load_tokenizer(os.path.expanduser(resolve_path(config.reward.model)), "reward.model")
-    return None if tokenizer.get_vocab() == actor_tokenizer.get_vocab() else tokenizer
+    same = tokenizer.get_vocab() == actor_tokenizer.get_vocab()
+    return None if same and reward.vocab >= actor.vocab else tokenizer
 
 
 def _eos_ids(config: RunConfig, tokenizer: Any) -> tuple[int, ...]:
@@ -176,6 +200,14 @@ def _check_lengths(config: RunConfig, sources: Mapping[str, ModelSource]) -> Non
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {wanted} is more than the "
                 f"{source.spec.max_positions} positions of {name}; lower one of them."
             )
+
+
+def _check_devices(config: RunConfig) -> None:
+    if config.cluster.device == "cuda" and torch.cuda.device_count() < config.cluster.devices:
+        raise ValueError(
+            f"cluster.devices is {config.cluster.devices}, but this host has {torch.cuda.device_count()} CUDA devices; "
+            "lower it, or set cluster.device to cpu."
+        )
 
 
 def _plan(config: RunConfig, specs: Mapping[str, ModelSpec], workload: Workload) -> Plan:

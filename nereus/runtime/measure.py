@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,9 +60,9 @@ def collect_metrics(
 
 def _training_metrics(actor: Sequence[TrainingStats], critic: Sequence[TrainingStats]) -> dict[str, Any]:
     def mean(stats: Sequence[TrainingStats], name: str) -> float:
-        """Sum the replicas' sums in their order, over the tokens of all updates."""
-        tokens = sum(s.sums["tokens"] for s in stats)
-        return sum(s.sums[name] for s in stats) / tokens
+        """Sum the replicas' sums in their order, over the tokens of all applied updates; NaN if all were skipped."""
+        tokens = sum(s.sums.get("tokens", 0.0) for s in stats)
+        return sum(s.sums[name] for s in stats) / tokens if tokens else math.nan
 
     return {
         "policy_loss": mean(actor, "loss"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from nereus.layout import owned_slices
 from nereus.model.decoder import DecoderShard
 from nereus.model.export import ExportPlan, write_slices
 from nereus.model.kv_cache import KvCache
+from nereus.model.weights import load_shard
 from nereus.plan import StagePlan, stage_of
 from nereus.ppo.learning_rate import LearningRate
 from nereus.runtime.communicator import Communicator
@@ -79,17 +81,16 @@ class Rank:
             device=self.context.torch_device,
         )
         unit = Unit(replica, shard, links)
-        source = order.source.open()
         if stage_of(order.model_stage) == "training":
             assert order.optimizer is not None and order.loss is not None
             unit.training = TrainingUnit(shard, links, order.optimizer, order.loss)
-            for view in shard.views():
-                source.read(view.slice, view.of(unit.training.masters[view.parameter]))
-            unit.training.refresh_compute_weights()
-        elif order.model_stage != "actor.generation":  # filled by the first weight sync
-            for view in shard.views():
-                source.read(view.slice, view.of(shard.get_parameter(view.parameter).data))
+        else:
             shard.requires_grad_(False)
+        if order.model_stage != "actor.generation":  # the first weight sync fills that one
+            with contextlib.closing(order.source.open()) as source:
+                load_shard(shard, source, unit.training.masters if unit.training else None)
+        if unit.training is not None:
+            unit.training.refresh_compute_weights()
         self.units[order.model_stage] = unit
 
     def connect_sync(self, epoch: int, training: StagePlan, generation: StagePlan) -> None:
@@ -106,7 +107,10 @@ class Rank:
         )
         shard = next(unit.shard for name, unit in self.units.items() if name.startswith("actor."))
         copies = sync_copies(shard.spec, training, generation)
-        self._sync = WeightSync(copies, devices, self.context.device, shard.dtype), communicator
+        sync = WeightSync(
+            copies, devices, self.context.device, dtype=shard.dtype, torch_device=self.context.torch_device
+        )
+        self._sync = sync, communicator
 
     @torch.no_grad()
     def sync_weights(self, policy_version: int) -> int:

@@ -45,13 +45,14 @@ class PackedSamples:
     """A micro-batch laid end to end: the last token of each sample is not fed, since nothing is predicted from it.
 
     Shapes: `token_ids` [N]; `rows` [M] the positions in N that predict the M response tokens; `targets` [M].
+    `rows_per_sample` adds up to M.
     """
 
     batch: PackedBatch
     token_ids: Tensor
     rows: Tensor
     targets: Tensor
-    responses: tuple[int, ...]
+    rows_per_sample: tuple[int, ...]
     columns: Mapping[str, Tensor]
 
     @property
@@ -75,7 +76,7 @@ def pack_samples(samples: Sequence[Sample], *, dtype: torch.dtype, device: torch
         token_ids=torch.from_numpy(np.concatenate([s.tokens[:-1] for s in samples])).to(device),
         rows=torch.from_numpy(np.concatenate(rows)).to(device),
         targets=torch.from_numpy(np.concatenate(targets)).to(device),
-        responses=tuple(s.response_tokens for s in samples),
+        rows_per_sample=tuple(s.response_tokens for s in samples),
         columns={name: torch.from_numpy(column).to(device, dtype) for name, column in columns.items()},
     )
 
@@ -90,6 +91,6 @@ def pack_whole(samples: Sequence[Sample], *, device: torch.device) -> PackedSamp
         token_ids=token_ids,
         rows=rows,
         targets=token_ids.index_select(0, rows),
-        responses=tuple(s.response_tokens for s in samples),
+        rows_per_sample=(1,) * len(samples),
         columns={},
     )

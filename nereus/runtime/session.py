@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -75,7 +76,7 @@ class Session:
         self._engine = engine or make_engine(config)
         self._reward_pool: RewardPool | None = None
         self._trackers: Trackers | None = None
-        self._closed = threading.Lock()
+        self._close_lock = threading.Lock()
 
     @classmethod
     def open(cls, config: RunConfig, *, run_id: str, engine: Engine | None = None) -> Self:
@@ -88,6 +89,8 @@ class Session:
             ValueError: the config can't run; raised before any worker starts.
             CommandError: a worker failed.
         """
+        if run_id in _open_sessions:
+            raise ValueError(f"run_dir: run {run_id} is open in this process already; choose another directory.")
         job = prepare_job(config)
         run_dir = RunDir.create(config.run_dir or os.path.join("runs", run_id), config)
         session = cls(job, run_dir, run_id=run_id, engine=engine)
@@ -95,6 +98,7 @@ class Session:
             session._start()
         except BaseException:
             session.close()
+            run_dir.forget()  # nothing has happened in it yet: the mended config may use it
             raise
         _open_sessions[run_id] = session
         return session
@@ -109,16 +113,18 @@ class Session:
 
     def close(self) -> None:
         """Free workers, reward processes and trackers; may be called twice."""
-        _open_sessions.pop(self.run_id, None)
-        with self._closed:
-            if self._owns_engine:
-                self._engine.close()
-            elif self._engine.broken is None:
-                self._run("session", "release", {device: {} for device in self.plan.devices}, None)
-            if self._reward_pool is not None:
-                self._reward_pool.close()
+        if _open_sessions.get(self.run_id) is self:
+            del _open_sessions[self.run_id]
+        with self._close_lock, ExitStack() as stack:  # what one part raises keeps no other from being closed
             if self._trackers is not None:
-                self._trackers.close()
+                stack.callback(self._trackers.close)
+            if self._reward_pool is not None:
+                stack.callback(self._reward_pool.close)
+            stack.callback(self._engine.close if self._owns_engine else self._release)
+
+    def _release(self) -> None:
+        if self._engine.broken is None:
+            self._run("session", "release", {device: {} for device in self.plan.devices}, None)
 
     def _start(self) -> None:
         config = self.config
@@ -139,6 +145,7 @@ class Session:
         link = {"epoch": epoch, "training": training, "generation": generation}
         self._run("actor.generation", "connect_sync", dict.fromkeys(devices, link), None)
         self._sync(None)
+        self._clock = StepClock()
 
     def _build_order(self, name: str, epoch: int) -> BuildOrder:
         config, ppo = self.config, self.config.ppo
@@ -160,8 +167,7 @@ class Session:
     # Generation
 
     def begin_step(self, rollouts: Rollouts | None = None) -> None:
-        """Start a step's clock and statistics; with rollouts given, go on from these instead of drawing any."""
-        self._clock = StepClock()
+        """Start a step's statistics; with rollouts given, go on from these instead of drawing any."""
         self._stats = {}
         self._step_policy_version = self.policy_version
         self._rollouts = rollouts
@@ -221,7 +227,17 @@ class Session:
                 retokenize(tokenizer, prompt, self._text(response.tokens))
                 for prompt, response in zip(rollouts.prompts, rollouts.responses, strict=True)
             ]
+            self._check_reward_lengths(samples)
         return [float(array[0]) for array in self._infer("reward.inference", "infer_scores", samples, step)]
+
+    def _check_reward_lengths(self, samples: list[Sample]) -> None:
+        longest = max(len(sample.tokens) for sample in samples)
+        most = self.job.sources["reward.inference"].spec.max_positions
+        if longest > most:
+            raise RuntimeError(
+                f"A response has {longest} tokens in the reward model's chat template, which takes {most}; "
+                "lower rollout.max_response_tokens."
+            )
 
     def infer_reference(self, step: int) -> dict[str, Any]:
         """Compute the reference's log-probs of the responses."""
@@ -323,6 +339,7 @@ class Session:
         if self._trackers is not None:
             self._trackers.log(step, metrics)
         self._rollouts = None
+        self._clock = StepClock()  # what happens between two steps is the next one's time
         return metrics
 
     def finish(self) -> dict[str, Any]:

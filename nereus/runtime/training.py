@@ -43,7 +43,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """All updates of one step for one replica, in order; `learning_rates` is called with the updates done so far."""
+    """All updates of one step for one replica, in order; `minibatches` index into `samples`."""
 
     samples: tuple[Sample, ...]
     minibatches: tuple[Minibatch, ...]
@@ -52,7 +52,11 @@ class TrainingWork:
 
 @dataclass
 class TrainingStats:
-    """Sums over this replica's response tokens and all updates of the step (identical on the stage's tp ranks)."""
+    """What a replica's updates of one step leave, identical on the stage's tp ranks.
+
+    `sums` are over its response tokens and the updates that were applied; `losses` (means over the minibatch's response
+    tokens) and `gradient_norms` (before clipping) have an entry for every update, skipped ones too.
+    """
 
     sums: dict[str, float]
     first_ratio_max_error: float
@@ -88,7 +92,7 @@ class AdamW:
                 [self.exp_avg[n] for n in names],
                 [self.exp_avg_sq[n] for n in names],
                 [],
-                [torch.tensor(float(self.updates)) for _ in names],
+                [torch.tensor(float(self.updates), device=self.masters[n].device) for n in names],
                 fused=True,
                 amsgrad=False,
                 beta1=self.settings.betas[0],
@@ -115,6 +119,10 @@ class TrainingUnit:
     @property
     def updates(self) -> int:
         return self.optimizer.updates
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.masters.values())).device
 
     def refresh_compute_weights(self) -> None:
         """Cast the masters into the compute copy (bfloat16 only; otherwise the weights are their own masters)."""
@@ -154,11 +162,11 @@ class TrainingUnit:
         loss = self._sum_over_ranks(objective.loss_sum) / minibatch.response_tokens
         stats.losses.append(loss)
         stats.gradient_norms.append(norm)
-        for name, value in objective.sums.items():
-            stats.sums[name] = stats.sums.get(name, 0.0) + value
         if is_first:
             stats.first_ratio_max_error = objective.ratio_max_error
         if math.isfinite(norm) and math.isfinite(loss):
+            for name, value in objective.sums.items():
+                stats.sums[name] = stats.sums.get(name, 0.0) + value
             clip = min(1.0, self.optimizer.settings.grad_clip / (norm + 1e-6))
             buffer.flat.mul_(clip / minibatch.response_tokens)
             self.optimizer.step(buffer.views, lr)
@@ -175,11 +183,12 @@ class TrainingUnit:
 
     def _pack(self, samples: Sequence[Sample]) -> PackedSamples:
         dtype = torch.promote_types(self.shard.dtype, torch.float32)
-        return pack_samples(samples, dtype=dtype, device=next(iter(self.masters.values())).device)
+        return pack_samples(samples, dtype=dtype, device=self.device)
 
     def _sum_over_ranks(self, value: float) -> float:
         """Sum a last-stage number over replicas and hand it to all stages, so that all decide alike."""
-        total = torch.tensor([value if self.links.is_last and self.links.tp_rank == 0 else 0.0], dtype=torch.float64)
+        mine = value if self.links.is_last and self.links.tp_rank == 0 else 0.0
+        total = torch.tensor([mine], dtype=torch.float64, device=self.device)
         self.links.replica.all_reduce(total)
         self.links.dp.all_reduce(total)
         return float(total.item())

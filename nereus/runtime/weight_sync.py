@@ -77,9 +77,18 @@ def _cut_rows(part: TensorSlice, most_elements: int) -> Iterator[TensorSlice]:
 
 
 class WeightSync:
-    """One device's part of a weight sync: what it keeps, sends and receives. Buffers live for one `run`."""
+    """One device's part of a weight sync: what it keeps, sends and receives. Its own buffers live for one `run`."""
 
-    def __init__(self, copies: Sequence[Copy], devices: Sequence[int], device: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        devices: Sequence[int],
+        device: int,
+        *,
+        dtype: torch.dtype,
+        torch_device: torch.device,
+    ) -> None:
+        self.torch_device = torch_device
         most = SYNC_BUCKET_BYTES // dtype.itemsize
         self.dtype = dtype
         self.local = [copy.slice for copy in copies if copy.source == copy.target == device]
@@ -111,7 +120,7 @@ class WeightSync:
         def buffer_for(direction: str, peer: int, index: int, num_elements: int) -> Tensor:
             key = (direction, peer, index % 2)
             if key not in buffers or len(buffers[key]) < num_elements:
-                buffers[key] = torch.empty(num_elements, dtype=self.dtype)
+                buffers[key] = torch.empty(num_elements, dtype=self.dtype, device=self.torch_device)
             return buffers[key][:num_elements]
 
         rounds = max((len(b) for b in (*self.sends.values(), *self.receives.values())), default=0)

@@ -15,6 +15,7 @@ from nereus.config import RunConfig, build_config
 from nereus.model.spec import tensors
 from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.session import Session
+from tests.runtime.steps import complete_step, prepare_step
 
 _run_ids = itertools.count()
 
@@ -48,32 +49,18 @@ def run_job(engine: Engine, folder: Path, tree: Mapping[str, Any], plan: Any = "
     result = Run()
     with Session.open(config, run_id=run_id, engine=engine) as session:
         for step in session.steps:
-            run_step(session, step, result)
+            prepare_step(session, step)
+            result.tokens.append([response.tokens for response in session.rollouts.responses])
+            result.metrics.append(complete_step(session, step))
         for name in ("actor.training", "critic.training", "actor.generation"):
             result.parameters[name] = read_whole(session, engine, name)
+            assert_replicas_equal(session, engine, name)
     return result
 
 
-def run_step(session: Session, step: int, result: Run) -> None:
-    session.generate(step)
-    result.tokens.append([response.tokens for response in session.rollouts.responses])
-    for method in (
-        session.score,
-        session.infer_reference,
-        session.infer_logprobs,
-        session.infer_values,
-        session.estimate_advantages,
-        session.train_actor,
-        session.train_critic,
-        session.sync_weights,
-    ):
-        method(step)
-    result.metrics.append(session.finish_step(step))
-
-
-def read_whole(session: Session, engine: Engine, name: str) -> dict[str, np.ndarray]:
-    """Return a model-stage's whole tensors, assembled from the owned slices of its first replica."""
-    devices = session.plan[name].replicas[0]
+def read_whole(session: Session, engine: Engine, name: str, replica: int = 0) -> dict[str, np.ndarray]:
+    """Return a model-stage's whole tensors, assembled from the owned slices of one of its replicas."""
+    devices = session.plan[name].replicas[replica]
     parts = run_command(engine, "read_parameters", {d: {"model_stage": name} for d in devices}, label=name, step=None)
     whole = {info.name: np.full(info.shape, np.nan) for info in tensors(session.job.sources[name].spec).values()}
     for device in devices:
@@ -81,6 +68,14 @@ def read_whole(session: Session, engine: Engine, name: str) -> dict[str, np.ndar
             index = tuple(slice(start, start + size) for start, size in zip(starts, array.shape, strict=True))
             whole[tensor][index] = array
     return whole
+
+
+def assert_replicas_equal(session: Session, engine: Engine, name: str) -> None:
+    """Replicas apply the same sums in the same order, so they hold the same bits, on every layout."""
+    first, *others = (read_whole(session, engine, name, replica) for replica in range(session.plan[name].dp))
+    for replica, other in enumerate(others, 1):
+        differing = [tensor for tensor, array in first.items() if array.tobytes() != other[tensor].tobytes()]
+        assert not differing, f"replica {replica} of {name} differs from replica 0 in {differing}"
 
 
 def largest_difference(left: Run, right: Run) -> float:

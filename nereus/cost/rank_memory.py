@@ -45,8 +45,6 @@ FIXED_WORKSPACE_BYTES = 64 * 2**20
 # glibc keeps tensors below 32 MiB on a heap with holes. Measured over four passes of 8 layers at hidden 512, the peak
 # is 1.44 to 1.5 times what is live (float32; bfloat16 up to 1.6), the first time 1.15 to 1.4 times.
 FRAGMENTATION = 0.5
-# The first recomputation in a process loads the compiler's modules.
-RECOMPUTE_WORKSPACE_BYTES = 72 * 2**20
 
 
 @dataclass(frozen=True)
@@ -194,6 +192,4 @@ def _training(work: _Work) -> dict[str, int]:
         recompute=work.recompute,
         precision=work.precision,
     )
-    most = max((_with_margins(moment) for moment in moments), key=lambda kinds: sum(kinds.values()))
-    most["workspace"] += RECOMPUTE_WORKSPACE_BYTES if work.recompute else 0
-    return most
+    return max((_with_margins(moment) for moment in moments), key=lambda kinds: sum(kinds.values()))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nereus.layout import Layout, check_layout, partition, slices_of, stage_layers
 from nereus.model.attention import decode_mask
@@ -56,6 +56,29 @@ class ShardView:
     def of(self, tensor: Tensor) -> Tensor:
         """Return the slice inside any tensor shaped like the parameter (weights, gradients, moments)."""
         return tensor.narrow(0, self.start, self.rows)
+
+
+class _Recompute(torch.autograd.Function):
+    """A layer of which only the input is kept; it runs again in the backward pass.
+
+    `torch.utils.checkpoint` does the same and loads the compiler's modules on first use, some 70 MiB in every worker.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: nn.Module, run: Pass) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.rest = (layer, run)
+        return layer(hidden, run)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (hidden,) = ctx.saved_tensors
+        layer, run = ctx.rest
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            again = layer(hidden, run)
+        torch.autograd.backward(again, grad)  # the layer's own gradients end where autograd would have put them
+        return hidden.grad, None, None
 
 
 class DecoderShard(nn.Module):
@@ -136,7 +159,7 @@ class DecoderShard(nn.Module):
         hidden = self.embed(x) if self.is_first else x
         for layer in self.layers.values():
             if recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, run, use_reentrant=False, preserve_rng_state=False)
+                hidden = _Recompute.apply(hidden, layer, run)  # type: ignore[assignment]
             else:
                 hidden = layer(hidden, run)
         return self.norm(hidden) if self.is_last else hidden

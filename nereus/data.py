@@ -11,6 +11,8 @@ from typing import Any
 import fsspec
 import xxhash
 
+from storage.errors import describe_error, hide_credentials
+
 logger = logging.getLogger(__name__)
 
 Prompt = str | list[dict[str, Any]]
@@ -57,9 +59,10 @@ def read_bytes(url: str) -> bytes:
     try:
         with fsspec.open(url, "rb") as file:
             return file.read()
-    except (OSError, ImportError, ValueError) as error:  # a missing file, a missing driver, an unknown protocol
-        cause = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise ValueError(f"data.prompts: {url} can't be read ({cause}); name a JSON lines file.") from error
+    except Exception as error:  # every store has errors of its own: credentials, network, unknown protocol
+        raise ValueError(
+            f"data.prompts: {hide_credentials(url)} can't be read ({describe_error(error)}); name a JSON lines file."
+        ) from error
 
 
 def fingerprint(url: str) -> str:

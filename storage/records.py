@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -12,13 +11,14 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from storage.exclusive import create_object
 from storage.urls import local_path, open_filesystem
 
 
 def append_record(url: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
     """Add one record at the end.
 
-    On local disk it is one line, written by one call and handed to the system at once (not synced: a power cut may
+    On local disk it is one line, handed to the system at once (not synced: a power cut may
     take it, a killed process not). The torn end of a line that a crash left is removed first. In an object store
     `url` is a folder with one object a record, numbered. Numbers that JSON doesn't know (nan, inf) become null.
     """
@@ -30,7 +30,7 @@ def append_record(url: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "a+b", buffering=0) as file:
         _drop_torn_end(file.fileno())
-        os.write(file.fileno(), data)
+        _write_all(file.fileno(), data)
 
 
 def read_records(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -98,6 +98,13 @@ def _drop_torn_end(fd: int) -> None:
         os.ftruncate(fd, end)
 
 
+def _write_all(fd: int, data: bytes) -> None:
+    """Write all bytes; a disk that fills up takes some first, and refuses the rest with an error."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
 def _replace(path: str, records: Iterable[Mapping[str, Any]]) -> None:
     temporary = f"{path}.new"
     with open(temporary, "wb") as file:
@@ -123,14 +130,7 @@ def _put_next(filesystem: AbstractFileSystem, folder: str, data: bytes) -> None:
     while True:
         name = posixpath.join(folder, f"{number:08d}.json")
         try:
-            filesystem.pipe_file(name, data, mode="create")
+            create_object(filesystem, name, data)
             return
-        except OSError as error:
-            # Taken by another writer: s3fs says so by one of these two, depending on the server; EINVAL has other
-            # causes as well (no such bucket), which must not be tried for ever.
-            if not isinstance(error, FileExistsError) and error.errno != errno.EINVAL:
-                raise
-            filesystem.invalidate_cache(folder)
-            if not filesystem.exists(name):
-                raise
+        except FileExistsError:  # taken by another writer
             number += 1

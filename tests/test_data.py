@@ -60,6 +60,20 @@ def test_a_broken_line_is_named(tmp_path, line, said):
         read_prompts(url)
 
 
+def test_errors_of_a_store_are_one_sentence_without_secrets(monkeypatch):
+    class NoCredentialsError(Exception):
+        pass
+
+    def refuse(self, path, *args, **kwargs):
+        raise NoCredentialsError(f"no access to\nhttps://user:pass@host/{path}?X-Amz-Signature=abc123")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "_open", refuse)
+    with pytest.raises(ValueError, match=r"^data.prompts: .*can't be read \(NoCredentialsError: no access") as caught:
+        read_prompts("memory://key:secret@bucket/p.jsonl")
+    said = str(caught.value)
+    assert "\n" not in said and not any(word in said for word in ("secret", "pass", "abc123")), said
+
+
 def test_missing_and_empty_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"gone.jsonl can't be read \(there is no such file\)"):
         read_prompts(str(tmp_path / "gone.jsonl"))

@@ -2,6 +2,7 @@
 
 import errno
 import math
+import os
 
 import fsspec
 import pytest
@@ -60,6 +61,14 @@ def test_broken_line_inside_is_named(tmp_path):
     path.write_text('{"step": 0}\nrubbish\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_records(path)
+
+
+def test_a_short_write_is_gone_on_with(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:5])))
+    append_record(tmp_path / "m.jsonl", {"text": "longer than five bytes"})
+    append_record(tmp_path / "m.jsonl", {"step": 1})
+    assert read_records(tmp_path / "m.jsonl") == [{"text": "longer than five bytes"}, {"step": 1}]
 
 
 def test_errors_of_the_store_are_not_tried_for_ever(monkeypatch):

@@ -1,0 +1,24 @@
+"""What a store's errors are called in one sentence that may go to a terminal and a log."""
+
+from __future__ import annotations
+
+import re
+
+_CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+@|[^\s/@:'\"(]+:[^\s/@]+@")
+_QUERY = re.compile(r"(?<=[^\s?])\?[^\s'\"]*=[^\s'\")]*")
+_MAX_CHARS = 300
+
+
+def hide_credentials(text: str) -> str:
+    """Return a text with URLs that show neither a user (`s3://key:secret@...`) nor a query (a signature)."""
+    return _QUERY.sub("", _CREDENTIALS.sub("", text))
+
+
+def describe_error(error: BaseException) -> str:
+    """Return what an error of any store says on one line without credentials; its kind where it says nothing."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    text = " ".join(hide_credentials(str(error)).split()).rstrip(".")
+    kind = "" if isinstance(error, OSError | ImportError | ValueError) and text else type(error).__name__
+    text = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+    return ": ".join(part for part in (kind, text) if part)

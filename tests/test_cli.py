@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from nereus.cli import app
 from nereus.config import dump_config, load_config
+from nereus.export import export_run
 from nereus.progress import Event, publish, watch
 from nereus.terminal import RunView
 
@@ -59,6 +60,25 @@ def test_export_copies_the_checkpoint_and_never_over_files(tmp_path: Path):
     again = run("export", str(tmp_path / "run"), str(out))
     assert again.exit_code == 2
     assert "is not empty; give a new directory" in again.stderr
+
+
+def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path):
+    final = tmp_path / "run" / "final"
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    (final / "model.safetensors").symlink_to(tmp_path / "gone")
+    result = run("export", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert result.stderr.strip().endswith("(there is no such file); nothing is exported.")
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_export_to_an_object_store_ends_with_its_config(tmp_path: Path):
+    final = tmp_path / "final"
+    final.mkdir()
+    for name in ("a.json", "config.json", "model.safetensors"):
+        (final / name).write_text("{}")
+    assert export_run(str(tmp_path), f"memory://{tmp_path.name}/out") == ["a.json", "model.safetensors", "config.json"]
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():

@@ -14,7 +14,6 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import RunConfig, load_config
 from nereus.progress import Event, publish
-from nereus.report.plots import draw_run_pngs
 from nereus.runtime.session import Session
 from tasks.artifacts import ProgressArtifact, publish_plan, publish_plots
 from tasks.ppo import (
@@ -55,7 +54,7 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
             progress.update(step, metrics)
             history.append(metrics)
         summary = session.finish()
-        publish_plots(draw_run_pngs(history))
+        publish_plots(history)
         return summary
 
 

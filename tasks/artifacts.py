@@ -1,8 +1,13 @@
-"""Artifacts of a run for Prefect's UI: progress, plan table, plots. A view: nothing is read back from them."""
+"""Artifacts of a run for Prefect's UI: progress, plan table, plots. A view: nothing is read back from them.
+
+A view never ends the run: what can't be shown is warned of, once for each kind.
+"""
 
 import base64
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from prefect.artifacts import (
@@ -12,11 +17,16 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from nereus.report.plots import draw_run_pngs
+
+logger = logging.getLogger(__name__)
+
 
 def publish_plan(plan: Mapping[str, Mapping[str, Any]]) -> None:
     """Show where each model-stage runs; `plan` = {model-stage: {dp, tp, pp, devices, micro_batch, recompute}}."""
     rows = [{"model-stage": name, **{key: str(value) for key, value in entry.items()}} for name, entry in plan.items()]
-    create_table_artifact(rows, key="plan", description="Replicas (dp), layout (tp x pp) and devices")
+    with _as_a_view("plan"):
+        create_table_artifact(rows, key="plan", description="Replicas (dp), layout (tp x pp) and devices")
 
 
 class ProgressArtifact:
@@ -26,23 +36,43 @@ class ProgressArtifact:
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
-        self._id: Any = create_progress_artifact(0.0, key="progress", description=f"0 of {num_steps} steps")
+        self._id: Any = None  # None: it could not be made
+        self._warned: set[str] = set()
+        with _as_a_view("progress", self._warned):
+            self._id = create_progress_artifact(0.0, key="progress", description=f"0 of {num_steps} steps")
         self._written_s = time.monotonic()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that `step` has ended, with its reward and response length; the last step is always shown."""
         is_last = step + 1 == self._num_steps
-        if not is_last and time.monotonic() - self._written_s < self.MIN_INTERVAL_S:
+        if self._id is None or (not is_last and time.monotonic() - self._written_s < self.MIN_INTERVAL_S):
             return
-        reward, length = metrics.get("reward_mean", 0.0), metrics.get("response_tokens_mean", 0.0)
-        text = f"{step + 1} of {self._num_steps} steps; reward {reward:.3f}, {length:.1f} tokens a response"
-        update_progress_artifact(self._id, progress=100.0 * (step + 1) / self._num_steps, description=text)
+        with _as_a_view("progress", self._warned):
+            reward, length = metrics.get("reward_mean", 0.0), metrics.get("response_tokens_mean", 0.0)
+            text = f"{step + 1} of {self._num_steps} steps; reward {reward:.3f}, {length:.1f} tokens a response"
+            update_progress_artifact(self._id, progress=100.0 * (step + 1) / self._num_steps, description=text)
         self._written_s = time.monotonic()
 
 
-def publish_plots(plots: Sequence[tuple[str, bytes]]) -> None:
-    """Show PNG plots, each with its title, as one markdown page (inline SVG is dropped by the UI)."""
-    pages = [
-        f"## {title}\n\n![{title}](data:image/png;base64,{base64.b64encode(png).decode()})" for title, png in plots
-    ]
-    create_markdown_artifact("\n\n".join(pages), key="plots", description="Reward, KL, lengths and seconds by step")
+def publish_plots(history: Sequence[Mapping[str, Any]]) -> None:
+    """Show the plots of a run's lines of metrics, as one markdown page (inline SVG is dropped by the UI)."""
+    with _as_a_view("plots"):
+        pages = [
+            f"## {title}\n\n![{title}](data:image/png;base64,{base64.b64encode(png).decode()})"
+            for title, png in draw_run_pngs(history)
+        ]
+        create_markdown_artifact("\n\n".join(pages), key="plots", description="Reward, KL, lengths and seconds by step")
+
+
+@contextmanager
+def _as_a_view(what: str, warned: set[str] | None = None) -> Iterator[None]:
+    """Turn an error into a warning, unless `warned` says that there was one."""
+    try:
+        yield
+    except Exception as error:  # Prefect's signals of cancellation are no Exceptions
+        if warned is not None and what in warned:
+            return
+        if warned is not None:
+            warned.add(what)
+        kind = type(error).__name__
+        logger.warning("The %s can't be shown in Prefect (%s: %s); the run goes on.", what, kind, error)

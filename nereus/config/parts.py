@@ -4,6 +4,7 @@ Every part is frozen and refuses unknown keys; every key has a default and a des
 same models draw the form in Prefect's UI.
 """
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -34,7 +35,10 @@ def parse_bytes(size: Any) -> int:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or isinstance(size, bool) or found[2].upper() not in _UNITS:
         raise ValueError(f"{size!r} is no size; write it like 2GiB, 512MiB or 4096 (bytes)")
-    num_bytes = round(float(found[1]) * _UNITS[found[2].upper()]) if found[2] else round(float(found[1]))
+    exact = float(found[1]) * _UNITS[found[2].upper()]
+    if not math.isfinite(exact):
+        raise ValueError(f"{size!r} is beyond any memory")
+    num_bytes = round(exact)
     if num_bytes <= 0:
         raise ValueError(f"{size!r} must be above 0")
     return num_bytes
@@ -59,7 +63,7 @@ Size = Annotated[
 class Part(BaseModel):
     """Base of all parts: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class TinyConfig(Part):
@@ -159,6 +163,9 @@ class RolloutConfig(Part):
         return self.prompts_per_step * self.samples_per_prompt
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class PPOConfig(Part):
     """The algorithm and its optimizers."""
 
@@ -184,7 +191,7 @@ class PPOConfig(Part):
     )
     lr_warmup_updates: int = Field(0, ge=0, description="Updates over which both learning rates rise from 0.")
     lr_decay_updates: int = Field(1000, gt=0, description="Updates at which a linear or cosine schedule reaches 0.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.999), description="Decay of AdamW's two moments, each in [0, 1).")
     eps: float = Field(1e-5, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     grad_clip: float = Field(1.0, gt=0, description="Largest norm of the whole gradient.")

@@ -1,7 +1,7 @@
 """Communication inside one group of ranks: the only door to shared memory, gloo and NCCL.
 
 A communicator is made per group and per epoch from a store in the driver, in running processes. No wait ever hangs:
-each polls the abort flag, and on one host also whether the peers are alive.
+each polls the abort flag, and on one host also whether the peers are alive, and ends after some minutes.
 
 | ranks | way | order of sums |
 |---|---|---|
@@ -25,9 +25,6 @@ from nereus.runtime.shared_reduce import SharedCollectives, SharedSegment, share
 from nereus.runtime.waiting import AbortFlag, CommunicatorAborted, CommunicatorError, PeerWatch, wait_until
 
 __all__ = ["AbortFlag", "Communicator", "CommunicatorAborted", "CommunicatorError", "Pending"]
-
-# A member may come late because it still works on a long stage; a dead one is found by the engine, which aborts.
-_RENDEZVOUS_TIMEOUT_S = 600.0
 
 
 class Pending:
@@ -222,7 +219,7 @@ class _SharedGroup(SharedCollectives):
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Callable[[], None]:
         """Put the tensor into the mailbox; the returned function waits until it was read."""
         letter = self._mailbox.post(tensor, dst, tag)
-        return lambda: self._mailbox.wait_read(letter)
+        return lambda: self._mailbox.wait_read(letter, dst, tag)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Callable[[], None]:
         """Register for the next message; the returned function waits for it and copies it."""
@@ -240,5 +237,10 @@ def _meet_in_store(
     """Leave this rank's card in the store, wait for those of all ranks, and return them in rank order."""
     store.set(f"member/{rank}", json.dumps(card))
     keys = [f"member/{peer}" for peer in range(size)]
-    wait_until(lambda: store.check(keys), watch, timeout_s=_RENDEZVOUS_TIMEOUT_S)
+
+    def describe() -> str:
+        missing = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+        return f"rank {rank} of {size} waits for rank {', '.join(missing)} to join the group"
+
+    wait_until(lambda: store.check(keys), watch, describe)
     return [json.loads(store.get(key)) for key in keys]

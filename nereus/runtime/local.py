@@ -83,7 +83,12 @@ class LocalEngine(Engine):
         """
         assert not self._closed, "the engine is closed"
         nursery, watcher = self._open_nursery()
-        if failure := watcher.nursery_ready.result(_START_TIMEOUT_S):
+        try:
+            failure = watcher.nursery_ready.result(_START_TIMEOUT_S)
+        except TimeoutError:
+            text = f"the service {self._settings.service} was not imported within {_START_TIMEOUT_S:g} s"
+            raise CommandError(text, label="start") from None
+        if failure:
             raise CommandError(f"the service {self._settings.service} can't be imported: {failure}", label="start")
         pairs = {device: socket.socketpair() for device in device_ids}
         workers = [watcher.add(device, MessageStream(ours)) for device, (ours, _) in pairs.items()]
@@ -172,6 +177,9 @@ class LocalEngine(Engine):
 def _wait_ready(worker: WorkerHandle) -> None:
     try:
         worker.ready.result(_START_TIMEOUT_S)
+    except TimeoutError:
+        text = f"device {worker.device} did not start within {_START_TIMEOUT_S:g} s"
+        raise CommandError(text, device=worker.device, label="start") from None
     except CommandFailed as error:
         text = f"device {error.device} failed during start: {error.error_type}: {error.message}"
         out_of_memory = error.out_of_memory

@@ -64,7 +64,7 @@ class Mailbox:
         self._sent[dst, tag] = number + 1
         letter = self._letter(self._rank, dst, self._next_letter[dst])
         self._next_letter[dst] = (self._next_letter[dst] + 1) % LETTERS
-        self.wait_read(letter)
+        self.wait_read(letter, dst, tag)
         num_bytes = tensor.numel() * tensor.element_size()
         buffer_id = self._take_buffer(num_bytes)
         descriptor, capacity, buffer = self._own[buffer_id]
@@ -80,11 +80,12 @@ class Mailbox:
             words[letter + 6] = end
         return letter
 
-    def wait_read(self, letter: int) -> None:
-        """Wait until the receiver has copied the message."""
+    def wait_read(self, letter: int, dst: int, tag: int) -> None:
+        """Wait until the receiver has copied the message; `dst` and `tag` are for the text of an error."""
         words = self._words
         if words[letter]:
-            wait_until(lambda: not words[letter], self._watch)
+            text = f"rank {self._rank} waits for rank {dst} to take a message (send with tag {tag})"
+            wait_until(lambda: not words[letter], self._watch, lambda: text)
 
     def expect(self, src: int, tag: int) -> int:
         """Return the number of the message that the next receive from `src` with `tag` is about."""
@@ -106,7 +107,10 @@ class Mailbox:
                 found.append(letter)
             return letter is not None
 
-        wait_until(arrived, self._watch)
+        def describe() -> str:
+            return f"rank {self._rank} waits for message {number} of rank {src} (recv with tag {tag})"
+
+        wait_until(arrived, self._watch, describe)
         words, letter = self._words, found[0]
         num_bytes = words[letter + 2]
         if num_bytes != tensor.numel() * tensor.element_size():
@@ -120,7 +124,7 @@ class Mailbox:
             start = 0
             while start < num_bytes:
                 if words[letter + 6] == start:
-                    wait_until(lambda: words[letter + 6] > start, self._watch)  # noqa: B023
+                    wait_until(lambda: words[letter + 6] > start, self._watch, describe)  # noqa: B023
                 end = words[letter + 6]
                 target[start:end].copy_(buffer.data[start:end])
                 start = end

@@ -97,7 +97,7 @@ class GlooGroup:
             return _nothing
         assert self._group is not None, "the communicator is closed"
         work = self._group.send([tensor], dst, tag + _FIRST_USER_TAG)
-        return lambda: self._wait(work, dst)
+        return lambda: self._wait(work, dst, "send", tag)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Callable[[], None]:
         """Start to receive into a contiguous tensor; the returned function waits for it."""
@@ -105,7 +105,7 @@ class GlooGroup:
             return _nothing
         assert self._group is not None, "the communicator is closed"
         work = self._group.recv([tensor], src, tag + _FIRST_USER_TAG)
-        return lambda: self._wait(work, src)
+        return lambda: self._wait(work, src, "recv", tag)
 
     def close(self) -> None:
         """Drop the group: its sockets close and peers that wait for this rank raise."""
@@ -122,7 +122,7 @@ class GlooGroup:
             wait()
         return received
 
-    def _wait(self, work: distributed.Work, peer: int) -> None:
+    def _wait(self, work: distributed.Work, peer: int, operation: str, tag: int) -> None:
         failures: list[Exception] = []
 
         def wait_in_thread() -> None:
@@ -133,7 +133,11 @@ class GlooGroup:
 
         thread = threading.Thread(target=wait_in_thread, daemon=True)
         thread.start()
-        wait_until(lambda: not thread.is_alive(), self._watch)
+        wait_until(
+            lambda: not thread.is_alive(),
+            self._watch,
+            lambda: f"rank {self._rank} waits for rank {peer} ({_name_transfer(operation, tag)})",
+        )
         if failures:
             raise CommunicatorError(f"the connection to rank {peer} was lost: {failures[0]}") from failures[0]
 
@@ -208,6 +212,11 @@ class NcclGroup:
         while not self._closed.wait(0.05):
             if self._watch.abort.is_set():
                 self.close()
+
+
+def _name_transfer(operation: str, tag: int) -> str:
+    """Return what a transfer is for: a user's message by its tag, or a part of a collective."""
+    return f"{operation} with tag {tag}" if tag >= 0 else f"{operation} of a collective"
 
 
 def _nothing() -> None:

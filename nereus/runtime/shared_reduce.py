@@ -137,7 +137,7 @@ class SharedCollectives:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self._signal()
-        self._await_peers()
+        self._await_peers("a barrier")
 
     def all_reduce(self, flat: torch.Tensor, op: str) -> None:
         """Reduce a flat contiguous tensor in place, in rank order; bitwise equal on all ranks."""
@@ -239,12 +239,20 @@ class SharedCollectives:
         self._sequence += 1
         self._words[self._rank * _LINE_WORDS] = self._sequence
 
-    def _await_peers(self) -> None:
-        """Wait until no counter is behind mine."""
+    def _await_peers(self, operation: str | int) -> None:
+        """Wait until no counter is behind mine, in a named operation or one given by the first word of its header."""
         words, sequence = self._words, self._sequence
         for index in self._peers:
             if words[index] < sequence:
-                wait_until(lambda index=index: words[index] >= sequence, self._watch)  # type: ignore[misc]
+                wait_until(
+                    lambda index=index: words[index] >= sequence,  # type: ignore[misc]
+                    self._watch,
+                    lambda index=index: self._describe_wait(index // _LINE_WORDS, operation),  # type: ignore[misc]
+                )
+
+    def _describe_wait(self, peer: int, operation: str | int) -> str:
+        name = _read_said(operation) if isinstance(operation, int) else operation
+        return f"rank {self._rank} waits for rank {peer} in {name} (exchange {self._sequence} of the group)"
 
     def _meet(self, op: str, dtype: torch.dtype, count: int, *, own_count: int = 0) -> list[int]:
         """Say what I am about to do, wait for the others, check that they do the same; return their own counts."""
@@ -264,9 +272,9 @@ class SharedCollectives:
         Raises:
             CommunicatorError: a peer is in another operation, or has another dtype or size.
         """
-        self._await_peers()
         words = self._words
         said = words[self._header(self._rank)]
+        self._await_peers(said)
         own_counts = []
         for peer in range(self._size):
             header = self._header(peer)

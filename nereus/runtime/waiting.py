@@ -12,6 +12,11 @@ _FIRST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 500e-6
 
 
+# The longest wait for peers: a peer may be in a long stage, and a dead or stopped one is found
+# sooner by other means; this ends the waits that ranks which disagree would otherwise share for ever.
+WAIT_LIMIT_S = 600.0
+
+
 class AbortFlag(Protocol):
     """What `threading.Event` offers and communicators use of it."""
 
@@ -70,14 +75,19 @@ class PeerWatch:
         self._poll = select.poll()
 
 
-def wait_until(ready: Callable[[], bool], watch: PeerWatch, *, timeout_s: float | None = None) -> None:
+def wait_until(ready: Callable[[], bool], watch: PeerWatch, describe: Callable[[], str]) -> None:
     """Return as soon as `ready()` is true: at first by spinning, later with short sleeps.
 
     Spinning yields the core each time, so that more workers than cores don't starve the one they wait for.
 
+    Args:
+        ready: whether the wait is over.
+        watch: of the group's peers.
+        describe: says what waits for whom, such as "rank 0 waits for rank 1 in a barrier"; called on failure only.
+
     Raises:
         CommunicatorAborted: the abort flag was set.
-        CommunicatorError: a watched peer has ended, or `timeout_s` seconds have passed.
+        CommunicatorError: a watched peer has ended, or `WAIT_LIMIT_S` seconds have passed.
     """
     started = time.perf_counter()
     while time.perf_counter() - started < _SPIN_S:
@@ -94,7 +104,7 @@ def wait_until(ready: Callable[[], bool], watch: PeerWatch, *, timeout_s: float 
             if ready():  # the peer answered before it ended
                 return
             raise
-        if timeout_s is not None and time.perf_counter() - started > timeout_s:
-            raise CommunicatorError(f"peers did not answer within {timeout_s:g} s")
+        if time.perf_counter() - started > WAIT_LIMIT_S:
+            raise CommunicatorError(f"{describe()}, in vain for {WAIT_LIMIT_S:g} s")
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)

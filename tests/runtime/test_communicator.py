@@ -1,14 +1,17 @@
 """Communicators between real processes: the same results over shared memory and gloo, and no wait that hangs."""
 
 import itertools
+import threading
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
-from nereus.runtime.communicator import Communicator, CommunicatorAborted
+from nereus.runtime import waiting
+from nereus.runtime.communicator import Communicator, CommunicatorAborted, CommunicatorError
 from nereus.runtime.engine import run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.shared_reduce import DIRECT_BYTES, SLOT_BYTES
@@ -155,3 +158,45 @@ def test_an_abort_wakes_every_kind_of_blocked_wait() -> None:
         assert not done
         engine.abort()
         assert [future.exception(timeout=5).error_type for future in blocked] == [CommunicatorAborted.__name__] * 5
+
+
+@pytest.mark.parametrize("same_host", [True, False], ids=["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("recv", r"rank 0 waits for .*rank 1 \(recv with tag 7\), in vain for 0\.3 s"),
+        ("all_reduce", r"rank 0 waits for rank 1 .*, in vain for 0\.3 s"),
+        ("barrier", r"rank 0 waits for rank 1 .*, in vain for 0\.3 s"),
+    ],
+)
+def test_a_wait_ends_and_says_what_for(same_host: bool, way: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def connect(rank: int) -> Communicator:
+        return Communicator.connect(
+            store_address=("127.0.0.1", store.port), name=f"{way}-{same_host}", epoch=0, rank=rank, size=2,
+            torch_device=torch.device("cpu"), abort=threading.Event(), same_host=same_host,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as threads:
+        mine, peer = threads.map(connect, range(2))
+    monkeypatch.setattr(waiting, "WAIT_LIMIT_S", 0.3)
+    waits = {
+        "recv": lambda: mine.recv(torch.ones(3), 1, tag=7).wait(),
+        "all_reduce": lambda: mine.all_reduce(torch.ones(3)),
+        "barrier": mine.barrier,
+    }
+    with pytest.raises(CommunicatorError, match=said):
+        waits[way]()
+    mine.close()
+    peer.close()
+
+
+def test_a_member_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(waiting, "WAIT_LIMIT_S", 0.1)
+    with pytest.raises(CommunicatorError, match="rank 0 of 3 waits for rank 1, 2 to join the group"):
+        Communicator.connect(
+            store_address=("127.0.0.1", store.port), name="alone", epoch=0, rank=0, size=3,
+            torch_device=torch.device("cpu"), abort=threading.Event(),
+        )  # fmt: skip

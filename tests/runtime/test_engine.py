@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from nereus.runtime import local
 from nereus.runtime.engine import CommandError, CommandFailed, Engine, WorkerLost, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.messages import decode, encode
@@ -305,3 +306,12 @@ def test_whatever_ends_the_driver_nothing_is_left(way: str, number: signal.Signa
             os.killpg(driver.pid, signal.SIGKILL)
     ours = [name for name in set(os.listdir("/dev/shm")) - before if "nereus" in name]
     assert not ours
+
+
+def test_a_start_that_takes_too_long_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalEngine(PLAIN) as engine:
+        engine.start([0])  # the nursery is ready
+        monkeypatch.setattr(local, "_START_TIMEOUT_S", 0.0)
+        with pytest.raises(CommandError, match="device 1 did not start within 0 s") as caught:
+            engine.start([1])
+    assert caught.value.device == 1

@@ -29,25 +29,12 @@ from torch import Tensor
 from nereus.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_config
 from nereus.model.hf_config import build_config, parse_config
 from nereus.model.spec import ModelSpec, tensors
-from nereus.model.tokens import read_eos_ids
+from nereus.model.tokens import TOKENIZER_FILES, read_eos_ids
 from storage.safetensors_file import SliceWriter, create_file
 from storage.slices import TensorSlice
 from storage.urls import join_url, local_path, open_filesystem
 
 MAX_FILE_BYTES = 5 * 10**9
-# What tokenizers of transformers 4 and 5 save; code files (*.py) are never copied.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ def begin_export(
             shapes = {name: (dtype, tensors(spec)[name].shape) for name in names}
             create_file(os.path.join(folder, file_name), shapes, {"format": "pt"})
         _write_config(folder, spec, dtype, config_from, tokenizer_from)
-        _copy_files(tokenizer_from, folder, _TOKENIZER_FILES)
+        _copy_files(tokenizer_from, folder, TOKENIZER_FILES)
         files = {name: file_name for file_name, names in assignment.items() for name in names}
         total = sum(math.prod(info.shape) for info in tensors(spec).values()) * dtype.itemsize
         if len(assignment) > 1:

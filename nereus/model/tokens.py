@@ -1,12 +1,56 @@
-"""Special tokens that a model folder names; read from its JSON files, without loading a tokenizer."""
+"""What a model folder says of its tokens: the special ones, and the files from which a tokenizer is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from nereus.model.checkpoint import check_folder, read_json
-from storage.urls import join_url
+from storage.errors import describe_error, hide_credentials
+from storage.urls import join_url, local_path, open_filesystem
+
+# What tokenizers of transformers 4 and 5 save; code files (*.py) are never copied.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@contextmanager
+def fetch_tokenizer(path: str) -> Iterator[str]:
+    """Give a local folder that `AutoTokenizer.from_pretrained` loads, for a model or tokenizer folder at any URL.
+
+    A local folder is given as it is. Of another one the tokenizer's files and config.json (which names the kind of
+    tokenizer) are copied to a temporary folder, which is removed at the end of the block.
+
+    Raises:
+        ValueError: the folder is missing or can't be read.
+    """
+    check_folder(path)
+    if (local := local_path(path)) is not None:
+        yield local
+        return
+    with tempfile.TemporaryDirectory(prefix="nereus-tokenizer-") as folder:
+        try:
+            filesystem, inside = open_filesystem(path)
+            for name in (*TOKENIZER_FILES, "config.json"):
+                if filesystem.exists(f"{inside}/{name}"):
+                    filesystem.get_file(f"{inside}/{name}", os.path.join(folder, name))
+        except Exception as error:  # every store has errors of its own
+            text = f"the tokenizer of {hide_credentials(path)} can't be read ({describe_error(error)})"
+            raise ValueError(f"{text}; check the folder and the access to it.") from error
+        yield folder
 
 
 def read_eos_ids(path: str) -> tuple[int, ...]:

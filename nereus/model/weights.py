@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nereus.model.checkpoint import has_value_head, locate_tensors
 from nereus.model.spec import ModelSpec, tensors
-from nereus.ppo.random import normal_slice
+from nereus.random import normal_slice
 from storage.safetensors_file import SafetensorsFile
 from storage.slices import TensorSlice
 

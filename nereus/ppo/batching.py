@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nereus.ppo.random import permutation
+from nereus.random import permutation
 
 
 def order_of_minibatches(seed: int, step: int, epoch: int, num_samples: int, num_minibatches: int) -> list[list[int]]:

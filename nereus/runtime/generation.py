@@ -26,8 +26,8 @@ from nereus.model.batch import PackedBatch
 from nereus.model.decoder import DecoderShard
 from nereus.model.group import Group
 from nereus.model.kv_cache import KvCache
-from nereus.ppo.random import uniforms
 from nereus.ppo.sampling import sample_tokens
+from nereus.random import uniforms
 from nereus.runtime.communicator import Communicator
 from nereus.runtime.slots import Decode, Prefill, RequestQueue, SlotSchedule, wave_slots
 from nereus.runtime.wave import Outcome, Wave, rows_of

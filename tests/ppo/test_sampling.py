@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.model.group import Alone
-from nereus.ppo.random import uniforms
 from nereus.ppo.sampling import sample_tokens
+from nereus.random import uniforms
 
 ALONE = {"group": Alone(), "vocab_start": 0}
 

@@ -12,8 +12,8 @@ from nereus.model.batch import PackedBatch
 from nereus.model.decoder import DecoderShard
 from nereus.model.group import Alone, Group
 from nereus.model.spec import ModelSpec, tensors
-from nereus.ppo.random import uniforms
 from nereus.ppo.sampling import sample_tokens
+from nereus.random import uniforms
 from nereus.runtime.generation import Request, Response, Sampling
 
 SPEC = ModelSpec(

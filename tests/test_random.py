@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from nereus.ppo.random import normal_slice, permutation, raw_words, uniforms
+from nereus.random import normal_slice, permutation, raw_words, uniforms
 
 MASK = 2**64 - 1
 

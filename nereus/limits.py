@@ -10,3 +10,20 @@ GRADIENT_BLOCK_ELEMENTS = 1 << 22
 PREFILL_TOKENS = 2048
 # A message of a weight sync carries at most this much; two are in flight for each pair of devices and direction.
 SYNC_BUCKET_BYTES = 16 << 20
+
+
+def logits_chunk_rows(num_rows: int, vocab_local: int, element_bytes: int) -> int:
+    """Return how many rows of logits the log-probs of `num_rows` tokens hold at once."""
+    return max(1, min(num_rows, LOGITS_BUFFER_BYTES // (vocab_local * element_bytes)))
+
+
+def logits_bytes(num_rows: int, vocab_local: int, element_bytes: int) -> int:
+    """Return the bytes of logits and their temporaries that the log-probs of `num_rows` tokens hold at their peak.
+
+    At most LOGITS_BUFFER_BYTES (or one row), and three blocks in lifted precision.
+    """
+    if not num_rows or not vocab_local:
+        return 0
+    lifted_row = vocab_local * max(4, element_bytes)
+    block = min(num_rows, max(1, LOGITS_BLOCK_BYTES // lifted_row)) * lifted_row
+    return logits_chunk_rows(num_rows, vocab_local, element_bytes) * vocab_local * element_bytes + 3 * block

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nereus.layout import Layout, partition, slices_of, stage_layers
-from nereus.limits import GRADIENT_BLOCK_ELEMENTS, LOGITS_BLOCK_BYTES, LOGITS_BUFFER_BYTES
+from nereus.limits import GRADIENT_BLOCK_ELEMENTS, logits_bytes, logits_chunk_rows
 from nereus.model.spec import ModelSpec, tensors
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -178,11 +178,11 @@ def training_moments(
     block = _gradient_bytes(2 * sizes.intermediate, hidden, tokens, precision)
     # The head's input and its gradient.
     selected = 2 * rows * hidden * size if sizes.is_last else 0
-    chunk = min(rows, _chunk_rows(sizes, precision)) if sizes.vocab else 0
+    chunk = logits_chunk_rows(rows, sizes.vocab, size) if sizes.vocab else 0
     return (
         {
             "activations": kept + selected,
-            "logits": logits_bytes(sizes, rows, precision),
+            "logits": head_bytes(sizes, rows, precision),
             "workspace": _gradient_bytes(sizes.vocab, hidden, chunk, precision),
         },
         {
@@ -192,21 +192,9 @@ def training_moments(
     )
 
 
-def _chunk_rows(sizes: RankSizes, precision: str) -> int:
-    return max(1, LOGITS_BUFFER_BYTES // (sizes.vocab * COMPUTE_BYTES[precision]))
-
-
-def logits_bytes(sizes: RankSizes, num_rows: int, precision: str) -> int:
-    """Return the bytes that the log-probs of `num_rows` response tokens hold beside the head's input.
-
-    Logits beyond the buffer are computed chunk by chunk, a new chunk before the last one is gone.
-    """
-    if not sizes.vocab or not num_rows:
-        return 0
-    held = min(num_rows, 2 * _chunk_rows(sizes, precision))
-    lifted_row = sizes.vocab * lifted_bytes(precision)
-    block = min(num_rows, max(1, LOGITS_BLOCK_BYTES // lifted_row)) * lifted_row
-    return held * sizes.vocab * COMPUTE_BYTES[precision] + 3 * block
+def head_bytes(sizes: RankSizes, num_rows: int, precision: str) -> int:
+    """Return the bytes that the log-probs of `num_rows` response tokens hold beside the head's input."""
+    return logits_bytes(num_rows, sizes.vocab, COMPUTE_BYTES[precision])
 
 
 def decoding_bytes(sizes: RankSizes, num_slots: int, sequence_tokens: int, precision: str) -> int:

@@ -12,8 +12,8 @@ from nereus.cost.activations import (
     RankSizes,
     decoding_bytes,
     forward_bytes,
+    head_bytes,
     lifted_bytes,
-    logits_bytes,
     rank_sizes,
     sampling_bytes,
     training_moments,
@@ -177,7 +177,7 @@ def _inference(work: _Work) -> dict[str, int]:
     rows = samples * workload.response_tokens
     selected = rows * work.spec.hidden * work.element_bytes if sizes.is_last else 0
     activations = forward_bytes(sizes, tokens, workload.sequence_tokens, work.precision)
-    return _with_margins({"activations": activations + selected, "logits": logits_bytes(sizes, rows, work.precision)})
+    return _with_margins({"activations": activations + selected, "logits": head_bytes(sizes, rows, work.precision)})
 
 
 def _training(work: _Work) -> dict[str, int]:

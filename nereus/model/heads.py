@@ -8,27 +8,13 @@ import torch
 from torch import Tensor
 
 from nereus.limits import LOGITS_BLOCK_BYTES as _BLOCK_BYTES
-from nereus.limits import LOGITS_BUFFER_BYTES
+from nereus.limits import logits_chunk_rows
 from nereus.model.group import Group
 from nereus.model.linear import product, weight_gradient
 from nereus.model.rotary import lifted
 
 if TYPE_CHECKING:
     from nereus.model.decoder import DecoderShard
-
-
-def chunk_rows(num_rows: int, vocab_local: int, element_bytes: int) -> int:
-    """Return how many rows of logits are held at once."""
-    return max(1, min(num_rows, LOGITS_BUFFER_BYTES // (vocab_local * element_bytes)))
-
-
-def logits_bytes(num_rows: int, vocab_local: int, element_bytes: int) -> int:
-    """Return the bytes of logits and their temporaries that `token_logprobs` holds at its peak.
-
-    At most LOGITS_BUFFER_BYTES (or one row) plus a few blocks in lifted precision.
-    """
-    block = 3 * max(_BLOCK_BYTES, vocab_local * max(4, element_bytes))
-    return chunk_rows(num_rows, vocab_local, element_bytes) * vocab_local * element_bytes + block
 
 
 def _block_rows(vocab_local: int, dtype: torch.dtype) -> int:
@@ -104,10 +90,11 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_rows = hidden.shape[0]
         local = hidden.new_empty((4, num_rows), dtype=lifted(hidden.dtype))
-        step = chunk_rows(num_rows, weight.shape[0], hidden.element_size())
+        step = logits_chunk_rows(num_rows, weight.shape[0], hidden.element_size())
         logits = None
         for start in range(0, num_rows, step):
             rows = slice(start, start + step)
+            logits = None  # the last chunk goes before the next one comes
             logits = product(hidden[rows], weight)
             _statistics(logits, targets[rows], first, scale, local[:, rows])
         logprobs, log_partition, entropy = _combine(local, group)
@@ -126,8 +113,10 @@ class _TokenLogprobs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight: Tensor | None = None
+        logits: Tensor | None
         for start in range(0, hidden.shape[0], step):
             rows = slice(start, start + step)
+            logits = None  # as in the forward pass
             logits = product(hidden[rows], weight) if ctx.logits is None else ctx.logits
             _to_gradient_(logits, targets[rows], first, scale, log_partition[rows], grad[rows])
             if grad_hidden is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
-from decoder_cases import SPECS, hf_model, make_shard, random_ids
 
+from nereus import limits
 from nereus.model import heads
-from nereus.model.heads import chunk_rows, logits_bytes, token_logprobs
+from nereus.model.heads import token_logprobs
+from nereus.model.linear import product
+from tests.model.decoder_cases import SPECS, hf_model, make_shard, random_ids
 
 
 def case(dtype=torch.float64):
@@ -22,7 +26,7 @@ def case(dtype=torch.float64):
 @pytest.mark.parametrize("block_bytes", [2**22, 2 * 101 * 8])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_entropy_and_gradients(monkeypatch, chunk_bytes, block_bytes, temperature):
-    monkeypatch.setattr(heads, "LOGITS_BUFFER_BYTES", chunk_bytes)
+    monkeypatch.setattr(limits, "LOGITS_BUFFER_BYTES", chunk_bytes)
     monkeypatch.setattr(heads, "_BLOCK_BYTES", block_bytes)
     shard, hidden, targets = case()
     weight = shard.head_weight
@@ -56,6 +60,25 @@ def test_no_rows():
 
 
 def test_memory_is_bounded():
-    assert chunk_rows(10_000, 49_152, 4) == 1365
-    assert logits_bytes(10_000, 49_152, 4) <= heads.LOGITS_BUFFER_BYTES + 3 * heads._BLOCK_BYTES
-    assert chunk_rows(7, 49_152, 4) == 7
+    assert limits.logits_chunk_rows(10_000, 49_152, 4) == 1365
+    most = limits.LOGITS_BUFFER_BYTES + 3 * limits.LOGITS_BLOCK_BYTES
+    assert limits.logits_bytes(10_000, 49_152, 4) <= most
+    assert limits.logits_chunk_rows(7, 49_152, 4) == 7
+
+
+def test_one_chunk_of_logits_is_alive_at_a_time(monkeypatch):
+    shard, hidden, targets = case()
+    alive = []
+
+    def watched(x, weight):
+        assert not any(reference() is not None for reference in alive), "the last chunk is still there"
+        made = product(x, weight)
+        if weight.shape[0] == shard.head_weight.shape[0]:  # logits, not the gradient of the hidden states
+            alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(limits, "LOGITS_BUFFER_BYTES", 3 * 101 * 8)
+    monkeypatch.setattr(heads, "product", watched)
+    with torch.no_grad():
+        token_logprobs(shard, hidden, targets, temperature=1.0)
+    assert len(alive) == 4

@@ -27,24 +27,6 @@ class PolicyLoss:
     ratio: Tensor
     clipped: Tensor
 
-    @property
-    def ratio_sum(self) -> Tensor:
-        return self.ratio.sum()
-
-    @property
-    def clip_count(self) -> Tensor:
-        return self.clipped.sum()
-
-    @property
-    def ratio_error_max(self) -> Tensor:
-        """Largest |ratio - 1|; 0 without tokens."""
-        return (self.ratio - 1.0).abs().amax() if self.ratio.numel() else self.ratio.new_zeros(())
-
-    @property
-    def kl_sum(self) -> Tensor:
-        """Sum of the k3 estimate of KL(old policy || new policy), in nats."""
-        return (self.ratio - 1.0 - self.ratio.log()).sum()
-
 
 @dataclass(frozen=True)
 class ValueLoss:
@@ -57,10 +39,6 @@ class ValueLoss:
 
     loss_sum: Tensor
     clipped: Tensor
-
-    @property
-    def clip_count(self) -> Tensor:
-        return self.clipped.sum()
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip: float) -> PolicyLoss:

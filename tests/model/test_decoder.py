@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoder_cases import SPECS, gradients, hf_model, make_shard, random_ids, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nereus.layout import Layout, slices_of
+from nereus.model import linear
 from nereus.model.batch import PackedBatch
 from nereus.model.decoder import DecoderShard
 from nereus.model.group import Alone
 from nereus.model.heads import token_logprobs
 from nereus.model.kv_cache import KvCache
+from tests.model.decoder_cases import SPECS, gradients, hf_model, make_shard, random_ids, relative_error
 
 LENGTHS = (7, 13, 13, 5, 1)
 
@@ -85,11 +86,21 @@ def greedy_by_cache(shard: DecoderShard, prompts: list[torch.Tensor], num_new: i
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_packed_weights_decode_like_plain_ones(family):
+def test_packed_weights_decode_like_plain_ones(family, monkeypatch):
+    made = []
+
+    class Counted(linear._PackedProduct):
+        def __init__(self, weight, bias):
+            made.append(weight.shape)
+            super().__init__(weight, bias)
+
+    monkeypatch.setattr(linear, "_LEAST_PACKED_ELEMENTS", 1)  # the weights here are small
+    monkeypatch.setattr(linear, "_PackedProduct", Counted)
     spec = SPECS[family]
     prompts = [random_ids(spec, n, seed=n) for n in (4, 9, 6)]
     shard = make_shard(spec, hf_model(spec, seed=3).state_dict())
     packed = greedy_by_cache(shard, prompts, 12)
+    assert bool(made) == linear.packing_pays(torch.ones(1))
     shard.drop_prepared()
     shard.prepare_decode = lambda: None
     assert greedy_by_cache(shard, prompts, 12) == packed

@@ -54,7 +54,7 @@ class ProgressArtifact:
         self._written_s = time.monotonic()
 
 
-def publish_plots(history: Sequence[Mapping[str, Any]]) -> None:
+def publish_plots(history: Sequence[dict[str, Any]]) -> None:
     """Show the plots of a run's lines of metrics, as one markdown page (inline SVG is dropped by the UI)."""
     with _as_a_view("plots"):
         pages = [

@@ -1,0 +1,59 @@
+"""A signal to a run with real workers: one sentence, exit code 1, and no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The start is a minute on a loaded machine; the end has this long.
+START_LIMIT_S = 90.0
+END_LIMIT_S = 20.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [
+        sys.executable,
+        "-m",
+        "nereus.cli",
+        "run",
+        "tiny-cpu",
+        "steps=5000",
+        "--run-dir",
+        str(tmp_path / "amber"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_HOME": str(tmp_path / "prefect")}
+    environment.pop("PREFECT_API_URL", None)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) -> None:
+    end = time.monotonic() + START_LIMIT_S
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "the run makes no steps"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_and_all_its_processes(run: subprocess.Popen[str], sent: signal.Signals, tmp_path: Path):
+    wait_for_steps(run, tmp_path / "amber" / "metrics.jsonl", 2)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) >= 4, "a nursery, two workers, a process that scores, and the server"
+    run.send_signal(sent)
+    _, said = run.communicate(timeout=END_LIMIT_S)
+    assert run.returncode == 1
+    assert said.strip() == "nereus: Stopped; the workers are freed."
+    _, alive = psutil.wait_procs(children, timeout=END_LIMIT_S)
+    assert not alive

@@ -4,12 +4,11 @@ import sys
 import time
 from typing import Any
 
-from fake_session import FakeSession, find_session
-
 import flows.ppo
 import tasks.ppo
 from flows.local import run_here
 from nereus.config import load_config
+from tests.flows.fake_session import FakeSession, find_session
 
 
 class SlowSession(FakeSession):

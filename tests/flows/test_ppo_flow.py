@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_session import FakeSession, find_session
 from prefect.settings import PREFECT_API_URL
 
 import flows.ppo
 import tasks.ppo
 from nereus.config import RunConfig, load_config
 from nereus.progress import Event, watch
+from tests.flows.fake_session import FakeSession, find_session
 
 ROOT = Path(__file__).resolve().parents[2]
 

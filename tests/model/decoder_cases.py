@@ -1,9 +1,8 @@
-"""Small random models of the five families, shards filled from them, and tensor-parallel ranks as threads."""
+"""Small random models of the five families, and shards filled from them."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,53 +103,3 @@ def random_ids(spec: ModelSpec, num_tokens: int, seed: int = 1) -> Tensor:
 def relative_error(result: Tensor, expected: Tensor) -> float:
     """Return the largest difference over the largest expected size."""
     return float((result - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
-
-
-class ThreadGroup:
-    """Tensor-parallel ranks as threads of this process; reductions run in rank order."""
-
-    def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
-        self._board, self._barrier = board, barrier
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        parts = self.all_gather(tensor)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total = total + part if op == "sum" else torch.maximum(total, part)
-        self._barrier.wait()
-        with torch.no_grad():
-            tensor.copy_(total)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        assert tensor.is_contiguous()
-        self._board[self.rank] = tensor.detach().clone()
-        self._barrier.wait()
-        parts = list(self._board)
-        self._barrier.wait()
-        return parts
-
-
-def run_ranks(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
-    """Run `work` on `size` threads, each with its group, and return the results in rank order."""
-    board: list[Any] = [None] * size
-    barrier = threading.Barrier(size)
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(ThreadGroup(rank, size, board, barrier))
-        except BaseException as error:  # one rank's failure must not leave the others waiting
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    broken = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-    if errors:
-        raise (broken or errors)[0]
-    return results

@@ -11,7 +11,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from decoder_cases import SPECS, hf_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig
 
@@ -20,6 +19,7 @@ from nereus.model.fingerprint import fingerprint
 from nereus.model.hf_config import build_config, parse_config
 from nereus.model.spec import RopeScaling
 from nereus.model.tokens import read_eos_ids
+from tests.model.decoder_cases import SPECS, hf_model
 
 LLAMA4 = {  # as transformers 4 wrote it for Llama 3.1
     "architectures": ["LlamaForCausalLM"],

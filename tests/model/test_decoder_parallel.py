@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoder_cases import SPECS, cut, gradients, hf_model, make_shard, random_ids, run_ranks
 
 from nereus.layout import Layout
 from nereus.model.batch import PackedBatch
 from nereus.model.heads import token_logprobs
 from nereus.model.kv_cache import KvCache
+from tests.model.decoder_cases import SPECS, cut, gradients, hf_model, make_shard, random_ids
+from tests.runtime.thread_ranks import run_group
 
 LENGTHS = (7, 3, 3)
 F64 = torch.float64
@@ -57,7 +58,7 @@ def test_every_layout_gives_the_result_of_one_rank(family, layout):
     weights = hf_model(spec, dtype=F64).state_dict()
     ids, targets = random_ids(spec, sum(LENGTHS)), random_ids(spec, sum(LENGTHS), seed=5)
     expected_logprobs, expected_entropy, expected = whole_result(spec, weights, ids, targets)
-    ranks = run_ranks(layout.tp, lambda g: run_stages(spec, weights, layout, g, ids, targets, family == "qwen3"))
+    ranks = run_group(layout.tp, lambda g: run_stages(spec, weights, layout, g, ids, targets, family == "qwen3"))
     for logprobs, entropy, stages in ranks:
         torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-11, rtol=0)
         torch.testing.assert_close(entropy, expected_entropy, atol=1e-11, rtol=0)
@@ -82,7 +83,7 @@ def test_tensor_parallel_decode(tp):
             shard(ids, PackedBatch.of((4, 5)), cache=cache, slots=(0, 1))
             return shard.logits(shard.decode(new, torch.tensor([4, 5]), cache))
 
-    logits = torch.cat(run_ranks(tp, decode), dim=1)
+    logits = torch.cat(run_group(tp, decode), dim=1)
     shard = make_shard(spec, weights, dtype=F64)
     with torch.no_grad():
         for row, part in enumerate(ids.split((4, 5))):
@@ -120,8 +121,8 @@ def test_value_head_gradient_is_whole_on_every_tp_rank():
         shard.values(shard(ids, PackedBatch.of(LENGTHS))).square().sum().backward()
         return gradients(shard)
 
-    (expected,) = run_ranks(1, backward)
+    (expected,) = run_group(1, backward)
     by_name = {part.name: grad for part, grad in expected.items()}
-    for grads in run_ranks(3, backward):
+    for grads in run_group(3, backward):
         for part, grad in grads.items():
             torch.testing.assert_close(grad, by_name[part.name][cut(part)], atol=1e-10, rtol=1e-9, msg=str(part))

@@ -11,7 +11,6 @@ from dataclasses import replace
 import fsspec
 import pytest
 import torch
-from decoder_cases import SPECS, hf_model, random_ids
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from nereus.layout import Layout, owned_slices
@@ -20,6 +19,7 @@ from nereus.model.export import abandon_export, begin_export, finish_export, wri
 from nereus.model.spec import tensors
 from nereus.model.weights import CheckpointSource
 from storage.slices import whole
+from tests.model.decoder_cases import SPECS, hf_model, random_ids
 
 
 def export(url, spec, state, *, layout=Layout(1, 1), dtype=torch.float32, **options):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoder_cases import SPECS
 
 from nereus.layout import Layout
 from nereus.model.kv_cache import KvCache
+from tests.model.decoder_cases import SPECS
 
 
 def make_cache(layout: Layout | None = None, rank: int = 0) -> KvCache:

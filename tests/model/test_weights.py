@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_cases import SPECS, hf_model
 from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -18,6 +17,7 @@ from nereus.model.decoder import DecoderShard
 from nereus.model.spec import ModelSpec, tensors
 from nereus.model.weights import CheckpointSource, FreshHead, RandomSource, WeightSource, load_shard, open_weights
 from storage.slices import TensorSlice, whole
+from tests.model.decoder_cases import SPECS, hf_model
 
 LAYOUTS = [Layout(tp, pp) for tp in (1, 2, 3) for pp in (1, 2, 3)]
 

@@ -1,7 +1,6 @@
 """The sampler against the plain rule, over split vocabularies, and against the distribution it draws from."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -12,46 +11,20 @@ from hypothesis import strategies as st
 from nereus.model.group import Alone
 from nereus.ppo.sampling import sample_tokens
 from nereus.random import uniforms
+from tests.runtime.thread_ranks import run_group
 
 ALONE = {"group": Alone(), "vocab_start": 0}
-
-
-class ThreadGroup:
-    """A rank's view of a group of threads in this process."""
-
-    def __init__(self, rank, boxes, barrier):
-        self.rank, self.size = rank, len(boxes)
-        self.boxes, self.barrier = boxes, barrier
-
-    def all_gather(self, tensor):
-        self.boxes[self.rank] = tensor.clone()
-        self.barrier.wait()
-        gathered = list(self.boxes)
-        self.barrier.wait()
-        return gathered
-
-    def all_reduce(self, tensor, op="sum"):
-        parts = torch.stack(self.all_gather(tensor))
-        tensor.copy_(parts.sum(dim=0) if op == "sum" else parts.amax(dim=0))
 
 
 def sample_split(logits, u, cuts, **kwargs):
     """Sample with the vocabulary cut at `cuts`, one thread a rank, and return every rank's result."""
     bounds = [0, *cuts, logits.shape[1]]
-    boxes, barrier = [None] * (len(cuts) + 1), threading.Barrier(len(cuts) + 1, timeout=20)
-    results = [None] * len(boxes)
 
-    def run(rank):
-        part = logits[:, bounds[rank] : bounds[rank + 1]]
-        group = ThreadGroup(rank, boxes, barrier)
-        results[rank] = sample_tokens(part, u, group=group, vocab_start=bounds[rank], **kwargs)
+    def sample(group):
+        first, stop = bounds[group.rank : group.rank + 2]
+        return sample_tokens(logits[:, first:stop], u, group=group, vocab_start=first, **kwargs)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(boxes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return run_group(len(cuts) + 1, sample)
 
 
 def plain_softmax(row, temperature):

@@ -57,16 +57,17 @@ class ThreadRank:
         self.group, self.rank, self.size = group, rank, group.size
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self.group.parts[self.rank] = tensor.clone()
+        assert tensor.is_contiguous()
+        self.group.parts[self.rank] = tensor.detach().clone()
         self.group.barrier.wait()
         parts = list(self.group.parts)
         self.group.barrier.wait()
         return parts
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        assert tensor.is_contiguous()
         parts = torch.stack(self.all_gather(tensor))
-        tensor.copy_(parts.sum(0) if op == "sum" else parts.amax(0))
+        with torch.no_grad():
+            tensor.copy_(parts.sum(0) if op == "sum" else parts.amax(0))
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> _Sent:
         assert tensor.is_contiguous()
@@ -100,3 +101,17 @@ def run_ranks(size: int, body: Callable[[int], Any]) -> list[Any]:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return results
+
+
+def run_group(size: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
+    """Run `work` on one thread a rank of one group; a rank that fails leaves none of the others waiting."""
+    group = ThreadGroup(size)
+
+    def body(rank: int) -> Any:
+        try:
+            return work(ThreadRank(group, rank))
+        except BaseException:
+            group.barrier.abort()
+            raise
+
+    return run_ranks(size, body)

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nereus.config import build_config
+from nereus.data import PromptTokens
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.local import LocalEngine
-from nereus.runtime.session import Session
+from nereus.runtime.session import Session, retokenize
 from storage.records import read_records
+from tests.parity.conftest import save_llama
+from tests.runtime.steps import prepare_step, run_step
 
+STAGES = ("actor.generation", "actor.training", "critic.training", "reference.inference")
 TREE: dict[str, Any] = {
     "rollout": {"prompts_per_step": 8, "max_prompt_tokens": 16, "max_response_tokens": 16},
     "steps": 2,
     "cluster": {"devices": 2, "memory_per_device": "1GiB"},
 }
-
-
-def run_one_step(session: Session, step: int) -> dict[str, Any]:
-    session.generate(step)
-    for method in (session.score, session.infer_reference, session.infer_logprobs, session.infer_values):
-        method(step)
-    session.estimate_advantages(step)
-    session.train_actor(step)
-    session.train_critic(step)
-    session.sync_weights(step)
-    return session.finish_step(step)
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def test_a_run_leaves_metrics_and_a_checkpoint_that_transformers_loads(tmp_path:
 
     with open_session(tmp_path) as session:
         pids = session.worker_pids()
-        lines = [run_one_step(session, step) for step in session.steps]
+        lines = [run_step(session, step) for step in session.steps]
         summary = session.finish()
     assert [line["step"] for line in lines] == [0, 1]
     assert [line["policy_version"] for line in lines] == [0, 2]
@@ -82,13 +77,9 @@ def test_a_lost_worker_is_one_clear_error(
     tmp_path: Path, engine: LocalEngine, sent: signal.Signals, reason: str, stage: str
 ) -> None:
     layout = {"dp": 1, "tp": 2, "pp": 1}
-    stages = ("actor.generation", "actor.training", "critic.training", "reference.inference")
-    with open_session(tmp_path, engine, plan=dict.fromkeys(stages, layout)) as session:
-        run_one_step(session, 0)
-        session.generate(1)
-        for method in (session.score, session.infer_reference, session.infer_logprobs, session.infer_values):
-            method(1)
-        session.estimate_advantages(1)
+    with open_session(tmp_path, engine, plan=dict.fromkeys(STAGES, layout)) as session:
+        run_step(session, 0)
+        prepare_step(session, 1)
         os.kill(engine.pids()[1], sent)
         started = time.monotonic()
         with pytest.raises(CommandError) as caught:
@@ -101,36 +92,96 @@ def test_a_lost_worker_is_one_clear_error(
 
 def test_generation_refuses_another_policy_version(tmp_path: Path, engine: LocalEngine) -> None:
     with open_session(tmp_path, engine) as session:
-        run_one_step(session, 0)
+        run_step(session, 0)
         session.policy_version += 1
         with pytest.raises(CommandError, match=r"holds policy version 2, but 3 was asked for"):
             session.generate(1)
 
 
-def test_training_and_reference_on_disjoint_devices_run_at_the_same_time(tmp_path: Path, engine: LocalEngine) -> None:
-    """Two model-stages that share no device overlap; those that share one wait for each other."""
-    stages = ("actor.generation", "actor.training", "critic.training", "reference.inference")
-    plan = {name: {"devices": [0]} for name in stages} | {"critic.training": {"devices": [1]}}
-    with open_session(tmp_path, engine, plan=plan) as session:
-        session.generate(0)
-        for method in (session.score, session.infer_reference, session.infer_logprobs, session.infer_values):
-            method(0)
-        session.estimate_advantages(0)
-        spans: dict[str, tuple[float, float]] = {}
-        barrier = threading.Barrier(2)
-
-        def timed(name: str) -> None:
-            barrier.wait(timeout=10)
-            start = time.monotonic()
-            getattr(session, name)(0)
-            spans[name] = (start, time.monotonic())
-
-        threads = [threading.Thread(target=timed, args=(name,)) for name in ("train_actor", "train_critic")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
+def test_model_stages_on_disjoint_devices_wait_only_for_their_own(tmp_path: Path, engine: LocalEngine) -> None:
+    """While device 1 is held, training on device 0 runs to its end and training on device 1 doesn't start."""
+    plan = {name: {"devices": [0]} for name in STAGES} | {"critic.training": {"devices": [1]}}
+    with open_session(tmp_path, engine, plan=plan) as session, ThreadPoolExecutor(2) as pool:
+        prepare_step(session, 0)
+        with engine.devices_locked([1]):
+            critic = pool.submit(session.train_critic, 0)
+            actor = pool.submit(session.train_actor, 0)
+            assert actor.result(timeout=60)["updates"] == 2
+            assert not critic.done()
+        assert critic.result(timeout=60)["updates"] == 2
         session.sync_weights(0)
         session.finish_step(0)
-    (a, b), (c, d) = spans["train_actor"], spans["train_critic"]
-    assert max(a, c) < min(b, d)
+
+
+WHOLE_TOKENS = ["<pad>", "<bos>", "<eos>", "sun", "moon", "rain", "stone", "user", "assistant", ":", "[UNK]"]
+CHAT = "{% for message in messages %}{{ '<bos>' + message['role'] + ' : ' + message['content'] + '<eos>' }}{% endfor %}"
+
+
+def whole_words(chat_template: str | None) -> Any:
+    """Return a tokenizer of whole words that begins every plain text with <bos>."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WHOLE_TOKENS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    specials = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "[UNK]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **specials)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "text", "expected"),
+    [
+        (None, "sun rain", "<bos> sun rain moon stone"),
+        (
+            CHAT,
+            "(as the actor's template renders it)",
+            "<bos> user : sun rain <eos> <bos> assistant : moon stone <eos>",
+        ),
+    ],
+    ids=["plain", "chat"],
+)
+def test_a_reward_model_reads_the_text_in_its_own_tokens(chat_template: str | None, text: str, expected: str) -> None:
+    """With a chat template of its own it gets the messages in it, specials once; without one, the plain text."""
+    prompt = PromptTokens([5, 6, 7], text, {}, [{"role": "user", "content": "sun rain"}])
+    response = " moon stone" if chat_template is None else "moon stone"
+    sample = retokenize(whole_words(chat_template), prompt, response)
+    assert [WHOLE_TOKENS[token] for token in sample.tokens] == expected.split()
+
+
+@pytest.mark.parametrize("chat_template", [None, CHAT], ids=["plain", "chat"])
+def test_scores_of_a_reward_model_with_other_tokens(
+    tmp_path: Path, engine: LocalEngine, chat_template: str | None
+) -> None:
+    """The scores are those of `transformers` on the text, in the reward model's tokens, read at the last one."""
+    from transformers import AutoModelForSequenceClassification
+
+    reward_path = save_llama(tmp_path / "reward", seed=1, score_head=True)
+    tokenizer = whole_words(chat_template)
+    tokenizer.save_pretrained(reward_path)
+    plan = {name: {"devices": [0]} for name in (*STAGES, "reward.inference")}
+    tree = {"reward": {"model": str(reward_path)}, "data": {"prompts": str(write_prompts(tmp_path))}, "plan": plan}
+    with open_session(tmp_path, engine, **tree) as session:
+        session.generate(0)
+        session.score(0)
+        rollouts, actor_tokenizer = session.rollouts, session.job.tokenizer
+    model = AutoModelForSequenceClassification.from_pretrained(reward_path)
+    assert rollouts.scores is not None
+    for prompt, response, score in zip(rollouts.prompts, rollouts.responses, rollouts.scores, strict=True):
+        answer = actor_tokenizer.decode(response.tokens, skip_special_tokens=True)
+        text = f"<bos> {prompt.text}{answer}"
+        if chat_template is not None:
+            text = f"<bos>user : {prompt.text}<eos><bos>assistant : {answer}<eos>"
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            expected = model(ids).logits[0, 0].item()
+        assert score.item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert rollouts.scores.std() > 0
+
+
+def write_prompts(folder: Path) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("sun rain", "stone", "moon sun moon")))
+    return file

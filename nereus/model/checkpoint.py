@@ -13,6 +13,7 @@ from typing import Any
 
 from nereus.model.hf_config import parse_config
 from nereus.model.spec import Head, ModelSpec, tensors
+from storage.errors import describe_error, hide_credentials
 from storage.safetensors_file import SafetensorsFile
 from storage.safetensors_header import TensorEntry
 from storage.urls import join_url, open_filesystem
@@ -52,7 +53,10 @@ def check_folder(path: str) -> None:
         filesystem, inside = open_filesystem(path)
         found = filesystem.isdir(inside)
     except Exception as error:  # every store has errors of its own: credentials, network, unknown protocol
-        raise ValueError(f"model folder {str(path)!r} can't be read ({type(error).__name__}: {error}).") from error
+        where = hide_credentials(str(path))
+        raise ValueError(
+            f"model folder {where!r} can't be read ({describe_error(error)}); check the access."
+        ) from error
     if not found:
         raise ValueError(
             f"model folder {str(path)!r} does not exist; give a folder with config.json and safetensors files "

@@ -180,6 +180,11 @@ class Communicator:
         if self.size > 1:
             self._live_group().barrier()
 
+    def trim(self) -> None:
+        """Give the memory of messages that were read back to the system, between two stages of a step."""
+        if isinstance(self._group, _SharedGroup):
+            self._group.trim()
+
     def close(self) -> None:
         """Leave the group; may be called twice, and by each rank at its own time once all transfers are over."""
         group, self._group = self._group, None
@@ -225,6 +230,10 @@ class _SharedGroup(SharedCollectives):
         """Register for the next message; the returned function waits for it and copies it."""
         number = self._mailbox.expect(src, tag)
         return lambda: self._mailbox.fetch(tensor, src, tag, number)
+
+    def trim(self) -> None:
+        """Give the memory of messages that were read back to the system."""
+        self._mailbox.trim()
 
     def close(self) -> None:
         """Let go of the shared memory; it is freed when the last rank has done so."""

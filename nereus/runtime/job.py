@@ -16,7 +16,7 @@ from nereus.cost.memory import Workload, check_memory
 from nereus.data import PromptTokens, encode_prompts, read_prompts
 from nereus.model.checkpoint import check_checkpoint, has_value_head, read_spec
 from nereus.model.spec import Head, ModelSpec
-from nereus.model.tokens import read_eos_ids
+from nereus.model.tokens import fetch_tokenizer, read_eos_ids
 from nereus.plan import Plan
 from nereus.planner import plan_auto, resolve_plan
 from nereus.rewards import load_reward_function
@@ -163,7 +163,8 @@ def _load_tokenizer(path: str, key: str) -> Any:
     from transformers import AutoTokenizer  # takes a second to import: only a run needs it
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        with fetch_tokenizer(path) as folder:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(

@@ -35,8 +35,12 @@ class _Buffer:
     """One piece of shared memory that holds one message at a time."""
 
     def __init__(self, descriptor: int, capacity_bytes: int) -> None:
-        memory = mmap.mmap(descriptor, capacity_bytes)
-        self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self._memory = mmap.mmap(descriptor, capacity_bytes)
+        self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def release_pages(self) -> None:
+        """Give the pages back to the system, in all processes; the next message finds new ones."""
+        self._memory.madvise(mmap.MADV_REMOVE)
 
 
 class Mailbox:
@@ -130,6 +134,12 @@ class Mailbox:
                 start = end
         words[letter] = 0
 
+    def trim(self) -> None:
+        """Give the memory of messages that were read back to the system; the buffers stay."""
+        self._collect_read()
+        for buffer_id in self._free:
+            self._own[buffer_id][2].release_pages()
+
     def close(self) -> None:
         """Let go of all buffers; messages that were not read yet are lost."""
         for descriptor, _, _ in self._own:
@@ -152,10 +162,7 @@ class Mailbox:
 
     def _take_buffer(self, num_bytes: int) -> int:
         """Return the id of a free buffer of at least this size, the smallest that fits; make one if there is none."""
-        for letter, buffer_id in list(self._unread.items()):
-            if not self._words[letter]:
-                del self._unread[letter]
-                self._free.append(buffer_id)
+        self._collect_read()
         fitting = [buffer_id for buffer_id in self._free if self._own[buffer_id][1] >= num_bytes]
         if fitting:
             best = min(fitting, key=lambda buffer_id: (self._own[buffer_id][1], buffer_id))
@@ -166,6 +173,12 @@ class Mailbox:
         os.ftruncate(descriptor, capacity)
         self._own.append((descriptor, capacity, _Buffer(descriptor, capacity)))
         return len(self._own) - 1
+
+    def _collect_read(self) -> None:
+        for letter, buffer_id in list(self._unread.items()):
+            if not self._words[letter]:
+                del self._unread[letter]
+                self._free.append(buffer_id)
 
     def _open_buffer(self, src: int, buffer_id: int, descriptor: int, capacity: int) -> _Buffer:
         buffer = self._peer_buffers.get((src, buffer_id))

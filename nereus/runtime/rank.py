@@ -128,6 +128,7 @@ class Rank:
             SliceStore(generation.shard, dict(generation.shard.named_parameters())) if generation else None,
             communicator,
         )
+        communicator.trim()
         if generation is not None:
             generation.policy_version = policy_version
         return sync.received_bytes
@@ -173,9 +174,11 @@ class Rank:
 
     def train(self, model_stage: str, work: TrainingWork, learning_rate: LearningRate) -> TrainingStats:
         """Run all updates of a step of actor.training or critic.training."""
-        training = self.units[model_stage].training
-        assert training is not None
-        return training.train(work, learning_rate)
+        unit = self.units[model_stage]
+        assert unit.training is not None
+        stats = unit.training.train(work, learning_rate)
+        unit.links.replica.trim()
+        return stats
 
     def write_export(self, model_stage: str, plan: ExportPlan) -> int:
         """Write the slices that this rank owns (first replica only) into an export; return the bytes written."""

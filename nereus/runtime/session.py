@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -93,13 +93,12 @@ class Session:
             raise ValueError(f"run_dir: run {run_id} is open in this process already; choose another directory.")
         job = prepare_job(config)
         run_dir = RunDir.create(config.run_dir or os.path.join("runs", run_id), config)
-        session = cls(job, run_dir, run_id=run_id, engine=engine)
-        try:
+        with ExitStack() as undo:
+            undo.callback(_forget, run_dir)  # nothing has happened in it yet: the mended config may use it
+            session = cls(job, run_dir, run_id=run_id, engine=engine)
+            undo.callback(session.close)
             session._start()
-        except BaseException:
-            session.close()
-            run_dir.forget()  # nothing has happened in it yet: the mended config may use it
-            raise
+            undo.pop_all()
         _open_sessions[run_id] = session
         return session
 
@@ -382,6 +381,11 @@ def make_engine(config: RunConfig) -> Engine:
         threads_per_device=config.cluster.threads_per_device,
         memory_per_device_bytes=config.cluster.memory_per_device,
     )
+
+
+def _forget(run_dir: RunDir) -> None:
+    with suppress(Exception):  # a store that is gone must not hide why the start failed
+        run_dir.forget()
 
 
 def retokenize(tokenizer: Any, prompt: PromptTokens, response: str) -> Sample:

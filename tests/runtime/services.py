@@ -4,6 +4,7 @@ import mmap
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,6 +175,24 @@ class GroupService:
             total += received
         return total
 
+    def send_and_trim(self, num_bytes: int) -> tuple[int, int, bool]:
+        """Exchange one message with rank 1 - rank; return the shared bytes before and after the trim, and whether a
+        message that comes after it is right."""
+        group = self._group
+        peer = 1 - group.rank
+        received = torch.zeros(num_bytes, dtype=torch.uint8)
+        held = []
+        for value in (1, 2):
+            pending = group.send(torch.full((num_bytes,), value, dtype=torch.uint8), peer)
+            group.recv(received, peer).wait()
+            pending.wait()
+            group.barrier()
+            held.append(_shared_bytes())
+            group.trim()
+            group.barrier()
+            held.append(_shared_bytes())
+        return held[0], held[1], bool((received == 2).all())
+
     def block(self, way: str) -> None:
         """Wait for a peer that never comes."""
         if way == "recv":
@@ -226,3 +245,10 @@ class GroupService:
     def _group(self) -> Communicator:
         assert self.communicator is not None
         return self.communicator
+
+
+def _shared_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssShmem")

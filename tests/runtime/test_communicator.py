@@ -120,6 +120,13 @@ def test_many_messages_keep_their_order(group: Group) -> None:
     group.run("ring", {"rounds": 300})
 
 
+def test_trimming_gives_the_memory_of_read_messages_back(engine: LocalEngine) -> None:
+    num_bytes = 8 << 20
+    for before, after, is_right in Group(engine, 2, True).run("send_and_trim", *[{"num_bytes": num_bytes}] * 2):
+        assert before - after >= 2 * num_bytes  # the buffer of this rank, and the peer's that is mapped here
+        assert is_right
+
+
 def test_one_rank_needs_no_connection() -> None:
     class Flag:
         def is_set(self) -> bool:

@@ -3,38 +3,94 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import psutil
 import pytest
 
 from nereus.config import load_config
 from nereus.runtime.session import Session
+from tests.runtime.steps import run_step
 
 SMOLLM2 = Path("models/smollm2-135m-instruct")
 
 
-def run_recipe(name: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+class MemoryOfAll:
+    """Sum of the proportional set sizes of this process and all its descendants, sampled by a thread.
+
+    A page that several processes share counts once in the sum, unlike in a sum of resident sizes.
+    """
+
+    def __init__(self, interval_s: float = 0.5) -> None:
+        self.peak_bytes = 0
+        self.seen: set[int] = set()
+        self._interval_s = interval_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self.sample()
+
+    def sample(self) -> int:
+        """Return the sum of this moment."""
+        pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        total = sum(map(proportional_bytes, pids))
+        self.seen.update(pids)
+        self.peak_bytes = max(self.peak_bytes, total)
+        return total
+
+
+def proportional_bytes(pid: int) -> int:
+    """Return a process's proportional set size; 0 if it has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def run_recipe(name: str, folder: Path, *overrides: str) -> tuple[list[dict[str, Any]], set[int]]:
+    """Return the metrics of a whole run, and the processes of its workers."""
     config = load_config(name, [*overrides, f"run_dir={folder / name}"])
-    lines = []
     with Session.open(config, run_id=name) as session:
-        for step in session.steps:
-            session.generate(step)
-            for method in (session.score, session.infer_reference, session.infer_logprobs, session.infer_values):
-                method(step)
-            session.estimate_advantages(step)
-            session.train_actor(step)
-            session.train_critic(step)
-            session.sync_weights(step)
-            lines.append(session.finish_step(step))
-    return lines
+        return [run_step(session, step) for step in session.steps], set(session.worker_pids().values())
+
+
+def test_the_memory_of_all_processes_has_that_of_the_children(tmp_path: Path) -> None:
+    """What a child fills is in the sum, once."""
+    fill = "import time; held = bytearray(b'x') * (200 << 20); print('filled', flush=True); time.sleep(60)"
+    with MemoryOfAll(interval_s=0.05) as memory:
+        before, wanted = memory.sample(), 180 << 20
+        with subprocess.Popen([sys.executable, "-c", fill], stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"filled\n"
+            deadline = time.monotonic() + 20
+            while memory.peak_bytes < before + wanted and time.monotonic() < deadline:
+                time.sleep(0.05)
+            child.kill()
+    assert child.pid in memory.seen
+    assert before + wanted <= memory.peak_bytes <= before + (300 << 20)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_tiny_recipe_learns_and_its_responses_grow(tmp_path: Path, seed: int) -> None:
-    lines = run_recipe("tiny-cpu", tmp_path, f"seed={seed}")
+    lines, _ = run_recipe("tiny-cpu", tmp_path, f"seed={seed}")
 
     def mean(part: list[dict[str, Any]], name: str) -> float:
         return sum(line[name] for line in part) / len(part)
@@ -53,11 +109,14 @@ def test_the_tiny_recipe_learns_and_its_responses_grow(tmp_path: Path, seed: int
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="make smollm2 fetches the model")
 def test_smollm2_takes_five_real_steps_within_16_gib(tmp_path: Path) -> None:
-    lines = run_recipe("smollm2-135m", tmp_path)
+    with MemoryOfAll() as memory:
+        lines, workers = run_recipe("smollm2-135m", tmp_path)
+    assert workers and workers <= memory.seen
+    assert memory.peak_bytes <= 16 << 30
+    assert max(sum(line["peak_memory_bytes"].values()) for line in lines) <= 16 << 30
     assert len(lines) == 5
     for line in lines:
         assert math.isfinite(line["reward_mean"]) and math.isfinite(line["kl_k1"])
         assert line["first_ratio_max_error"] <= 1e-3
         assert line["generation_logprob_gap_max"] <= 1e-3
-        assert sum(line["peak_memory_bytes"].values()) <= 16 << 30
     assert lines[-1]["policy_version"] == 8

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nereus.runtime.engine import Engine
+from nereus.runtime.local import LocalEngine
 from tests.parity.runs import ODD_TINY, Run, largest_difference, run_job, uniform_layouts, uniform_plan
 
 STAGES = ["actor.generation", "actor.training", "critic.training", "reference.inference"]
@@ -24,6 +25,9 @@ TREE: dict[str, Any] = {
     "seed": 5,
     "cluster": {"devices": 4, "memory_per_device": "2GiB"},
 }
+# What the reward model's runs do otherwise: several answers a prompt, cut tails, a second epoch, a moving KL weight.
+MODEL_ROLLOUT = {"prompts_per_step": 3, "samples_per_prompt": 3, "top_p": 0.9}
+MODEL_PPO = {"epochs": 2, "kl_adaptive": True, "kl_target": 0.1, "kl_horizon": 60, "no_eos_penalty": 0.3}
 NUM_MIXED_PLANS = int(os.environ.get("NEREUS_SWEEP", "20"))
 
 
@@ -31,7 +35,11 @@ def tree_of(reward: str, reward_model: Path) -> tuple[dict[str, Any], list[str]]
     """Return the config and model-stages of a run whose reward is a function or a model."""
     if reward == "function":
         return TREE, STAGES
-    return {**TREE, "reward": {"model": str(reward_model)}}, [*STAGES, "reward.inference"]
+    rollout, ppo = TREE["rollout"] | MODEL_ROLLOUT, TREE["ppo"] | MODEL_PPO
+    return {**TREE, "reward": {"model": str(reward_model)}, "rollout": rollout, "ppo": ppo}, [
+        *STAGES,
+        "reward.inference",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +63,10 @@ def assert_same(run: Run, base: Run) -> None:
 
 def test_base_trains(base: dict[str, Run]) -> None:
     """The runs must do something: lengths differ, parameters move, the synced weights are the trained ones."""
-    for run in base.values():
+    for reward, run in base.items():
         assert len({len(tokens) for step in run.tokens for tokens in step}) > 3
-        assert run.metrics[-1]["policy_version"] == 4
+        assert run.metrics[-1]["policy_version"] == (4 if reward == "function" else 8)
+        assert 0 < run.metrics[0]["share_at_cap"] < 1
         assert run.metrics[-1]["kl_k3"] > 1e-4
         assert run.metrics[-1]["reward_std"] > 0
         trained, synced = run.parameters["actor.training"], run.parameters["actor.generation"]
@@ -104,6 +113,10 @@ def test_same_plan_twice_is_bitwise_equal(
 ) -> None:
     tree = {**TREE, "precision": precision}
     first, second = (run_job(workers, tmp_path, tree, uniform_plan(STAGES, *layout)) for _ in range(2))
+    assert_bitwise_equal(first, second)
+
+
+def assert_bitwise_equal(first: Run, second: Run) -> None:
     assert first.tokens == second.tokens
     assert largest_difference(first, second) == 0.0
     for left, right in zip(first.metrics, second.metrics, strict=True):
@@ -111,3 +124,24 @@ def test_same_plan_twice_is_bitwise_equal(
         assert {k: v for k, v in left.items() if k not in volatile} == {
             k: v for k, v in right.items() if k not in volatile
         }
+
+
+@pytest.mark.parametrize(("devices", "threads"), [(2, 1), (1, 2)])
+def test_fresh_workers_repeat_a_run_bit_by_bit(tmp_path: Path, devices: int, threads: int) -> None:
+    """No process, allocator state or split of work over threads may show; matrices are large enough for two threads."""
+    tree = {
+        **TREE,
+        "model": {"tiny": {"hidden": 192, "layers": 2, "heads": 6, "kv_heads": 3, "intermediate": 320, "vocab": 301}},
+        "precision": "float32",
+        "steps": 2,
+        "cluster": {"devices": devices, "threads_per_device": threads, "memory_per_device": "2GiB"},
+    }
+    runs = []
+    for _ in range(2):
+        memory = 2 << 30
+        with LocalEngine(
+            "nereus.runtime.rank:Rank", threads_per_device=threads, memory_per_device_bytes=memory
+        ) as engine:
+            engine.start(range(devices))
+            runs.append(run_job(engine, tmp_path, tree, uniform_plan(STAGES, devices, 1, 1)))
+    assert_bitwise_equal(*runs)

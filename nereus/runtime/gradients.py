@@ -25,7 +25,8 @@ class GradientBuffer:
         self.parameters: dict[str, nn.Parameter] = dict(shard.named_parameters())
         first = next(iter(self.parameters.values()))
         self.dtype = torch.promote_types(first.dtype, torch.float32)
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters.values()), dtype=self.dtype, device=first.device)
+        # Not torch.zeros: its calloc gets no huge pages, and `zero` comes before every update anyway.
+        self.flat = torch.empty(sum(p.numel() for p in self.parameters.values()), dtype=self.dtype, device=first.device)
         self.views: dict[str, Tensor] = {}
         offset = 0
         for name, parameter in self.parameters.items():

@@ -82,6 +82,24 @@ def test_uniform_layouts(
     assert_same(run_job(workers, tmp_path, tree, uniform_plan(stages, *layout)), base[reward])
 
 
+# Gradients that ranks share: tied embeddings over the first and last stage, q_norm and k_norm over tp, biases not.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3-tied": {"family": "qwen3", "tie_embeddings": True},
+    "qwen2": {"family": "qwen2"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_whose_ranks_share_gradients(workers: Engine, tmp_path: Path, family: str) -> None:
+    tree = {**TREE, "model": {"tiny": {**ODD_TINY, **FAMILIES[family]}}, "steps": 2}
+    base = run_job(workers, tmp_path, tree, uniform_plan(STAGES, 1, 1, 1))
+    for layout in ((1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 3, 1), (1, 1, 3), (2, 1, 2)):
+        run = run_job(workers, tmp_path, tree, uniform_plan(STAGES, *layout))
+        assert_same(run, base)
+        norms = [[m["gradient_norm"][role] for m in r.metrics] for r in (run, base) for role in ("actor", "critic")]
+        np.testing.assert_allclose(norms[:2], norms[2:], rtol=1e-9, err_msg=str(layout))
+
+
 def draw_plan(stages: list[str], seed: int) -> dict[str, Any]:
     """Draw layout, devices in any order, micro-batch and recomputation of each model-stage on its own."""
     rng = random.Random(seed)

@@ -72,6 +72,7 @@ class Session:
         self._clock = StepClock()
         self._stats: dict[str, list[TrainingStats]] = {}
         self._step_policy_version = 0
+        self._kl_coef = self.kl.coef  # of the step in flight; `kl` is already the next one's
         self._owns_engine = engine is None
         self._engine = engine or make_engine(config)
         self._reward_pool: RewardPool | None = None
@@ -274,7 +275,8 @@ class Session:
                 gamma=ppo.gamma,
                 lam=ppo.lam,
             )
-        record = {"kl_coef": self.kl.coef, "sample_kl": mean_kl}
+        self._kl_coef = self.kl.coef
+        record = {"kl_coef": self._kl_coef, "sample_kl": mean_kl}
         self.kl = self.kl.updated(mean_kl, len(self.rollouts))
         return record
 
@@ -327,6 +329,7 @@ class Session:
         metrics = collect_metrics(
             step=step,
             policy_version=self._step_policy_version,
+            kl_coef=self._kl_coef,
             rollouts=self.rollouts,
             stats=self._stats,
             max_response_tokens=self.config.rollout.max_response_tokens,

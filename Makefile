@@ -57,5 +57,5 @@ serve: setup  ## a Prefect server with its UI and a worker for pool `nereus`, un
 
 deploy: export PREFECT_API_URL ?= http://127.0.0.1:$(PORT)/api
 deploy: setup  ## create the pool and the deployments on the server of `make serve` (or PREFECT_API_URL)
-	$(BIN)/prefect work-pool inspect nereus >/dev/null 2>&1 || $(BIN)/prefect work-pool create nereus --type process
+	$(BIN)/prefect work-pool create nereus --type process >/dev/null 2>&1 || $(BIN)/prefect work-pool inspect nereus >/dev/null
 	$(BIN)/prefect --no-prompt deploy --all </dev/null

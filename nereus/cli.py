@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ def run(
     from nereus.terminal import RunView
 
     console = Console()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there are workers to free
     with RunView(console) as view, watch(view):
         try:
             result = run_here(config)
@@ -67,7 +69,10 @@ def run(
         soft_wrap=True,
     )
     console.print(f"model   {result['final']}", highlight=False, soft_wrap=True)
-    console.print(f"report  {write_report(result['run_dir'])}", highlight=False, soft_wrap=True)
+    try:
+        console.print(f"report  {write_report(result['run_dir'])}", highlight=False, soft_wrap=True)
+    except OSError as error:
+        _fail(f"the report can't be written to {result['run_dir']} ({error}); the model is in {result['final']}.", 1)
 
 
 @app.command()
@@ -110,6 +115,7 @@ def wrong_input_exits() -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    message = " ".join(message.split())
     Console(stderr=True).print(f"nereus: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 
@@ -129,10 +135,17 @@ def _quiet_prefect() -> None:
 
 def main() -> None:
     """Entry point of the `nereus` script."""
+    signal.signal(signal.SIGINT, _stop)
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(1)
+
+
+def _stop(*_: object) -> NoReturn:
+    """Answer Ctrl-C while there is nothing to free yet: between imports an exception might be taken for another."""
+    os.write(2, b"nereus: Stopped.\n")
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,9 @@ def _gather_stats(group: Group, *stats: Tensor) -> Tensor:
 def _checked(total: Tensor) -> Tensor:
     if not bool(torch.isfinite(total).all()):
         rows = (~torch.isfinite(total)).nonzero()[:, 0].tolist()
-        raise FloatingPointError(f"The logits of rows {rows} have no finite softmax; nothing can be drawn from them.")
+        raise FloatingPointError(
+            f"The logits of rows {rows} have no finite softmax; lower ppo.actor_lr or check the weights."
+        )
     return total
 
 

@@ -168,7 +168,7 @@ def run_command(
     where = label if step is None else f"{label}, step {step}"
     with engine.devices_locked(kwargs_by_device.keys()):
         if engine.broken is not None:
-            raise CommandError(f"{where} was refused: the engine is broken: {engine.broken}", label=label, step=step)
+            raise CommandError(engine.broken, label=label, step=step)  # the root cause, not what follows from it
         try:
             futures = {device: engine.submit(device, method, **kwargs) for device, kwargs in kwargs_by_device.items()}
             done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
@@ -182,7 +182,7 @@ def run_command(
         earlier = engine.broken
         engine.mark_broken(str(error))
         if earlier is not None and cause is not None and _is_consequence(cause):
-            raise CommandError(f"{where} was stopped: {earlier}", label=label, step=step) from cause
+            raise CommandError(earlier, label=label, step=step) from cause
         raise error from cause
 
 

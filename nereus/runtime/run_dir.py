@@ -36,8 +36,11 @@ class RunDir:
         return run_dir
 
     def check_free(self) -> None:
-        """Raise ValueError when the directory holds a run, or can't be looked into."""
+        """Raise ValueError when the directory holds a run, is a file, or can't be looked into."""
         try:
+            filesystem, path = open_filesystem(self.url)
+            if filesystem.isfile(path):
+                raise NotADirectoryError("it is a file")
             found = self._exists("run.yaml")
         except Exception as error:
             raise self._unusable("read", error) from error

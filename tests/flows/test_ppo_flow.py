@@ -95,6 +95,11 @@ def test_resuming_is_refused_in_one_sentence(tmp_path: Path):
         flows.ppo.train_ppo(config_in(tmp_path), resume_from="runs/old")
 
 
+def default_interrupts() -> None:
+    """Let Ctrl-C reach a child of tests that run in the background, where shells have it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_of_a_stage_frees_the_session(sent: signal.Signals, tmp_path: Path):
     (tmp_path / "amber").mkdir()
@@ -104,6 +109,7 @@ def test_a_signal_in_the_middle_of_a_stage_frees_the_session(sent: signal.Signal
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_API_URL": PREFECT_API_URL.value()},
+        preexec_fn=default_interrupts,
     )
     try:
         assert flow_process.stdout is not None

@@ -154,15 +154,15 @@ def _unknown_key(path: list[str]) -> str:
     key = ".".join(path)
     known = list(_known_keys(RunConfig))
     parent = next((name for name in reversed(known) if key.startswith(f"{name}.")), "")
-    siblings = [name for name in known if name.rpartition(".")[0] == parent]
-    siblings = siblings or [name for name in known if name.startswith(f"{parent}.")]  # of `plan`: model-stages
-    leaves = {name.split(".")[-1] if parent else name: name for name in siblings}
-    near = [leaves[leaf] for leaf in difflib.get_close_matches(path[-1], leaves, n=1, cutoff=0.7)]
+    stem = f"{parent}." if parent else ""
+    inside = [name.removeprefix(stem) for name in known if name.startswith(stem)]
+    names = [name for name in inside if "." not in name]
+    names = names or list(get_args(ModelStageName))  # of `plan`
+    near = [stem + name for name in difflib.get_close_matches(key.removeprefix(stem), names, n=1, cutoff=0.7)]
     near = near or [name for name in known if name.split(".")[-1] == path[-1]][:1]
     if near:
         return f"Unknown key `{key}`; did you mean `{near[0]}`?"
     where = f"`{parent}`" if parent else "a run config"
-    names = (name.removeprefix(f"{parent}.") for name in siblings)
     return f"Unknown key `{key}`; the keys of {where} are {', '.join(names)}."
 
 

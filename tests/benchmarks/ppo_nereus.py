@@ -85,6 +85,7 @@ def run_step(session: Any, step: int, spec: dict[str, Any]) -> dict[str, Any]:
     assert line["response_tokens_mean"] == spec["work"]["response_tokens"], line
     stages = {stage: line["seconds"][stage] for stage in ("generation", "inference", "training")}
     return {
+        "ended_unix_s": time.time(),
         "seconds": {**stages, "other": total - sum(stages.values()), "total": total},
         "cpu_seconds": {**stages_cpu, "total": sum(stages_cpu.values())},
         "tasks": tasks,

@@ -92,9 +92,15 @@ def main(spec_path: str, out_path: str) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: spec["threads"]])
     with tempfile.TemporaryDirectory() as folder:
         watch = run(spec, folder)
+    now_s = time.time() - watch.finished[0]
     records = [
-        {"seconds": wall, "cpu_seconds": processor, "peak_memory_bytes": _peak_bytes()}
-        for wall, processor in zip(watch.seconds(0), watch.seconds(1), strict=True)
+        {
+            "ended_unix_s": now_s + step["training"][0],
+            "seconds": wall,
+            "cpu_seconds": processor,
+            "peak_memory_bytes": _peak_bytes(),
+        }
+        for step, wall, processor in zip(watch.steps, watch.seconds(0), watch.seconds(1), strict=True)
     ]
     Path(out_path).write_text(json.dumps({"steps": records[spec["warm_up"] :]}))
 

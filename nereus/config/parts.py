@@ -207,6 +207,17 @@ class ClusterConfig(Part):
     memory_per_device: Size = Field(2 * 2**30, description="Memory that a worker may hold on its device, e.g. 2GiB.")
 
 
+class StagingConfig(Part):
+    """Where and how often the state is committed that a run can go on from."""
+
+    root: str | None = Field(None, description="Directory or URI of the staged sets; empty: RUN_DIR/state.")
+    every: int = Field(1, gt=0, description="Steps from one commit to the next; the last step is always committed.")
+    keep: int = Field(2, gt=0, description="Newest commits that are kept; older ones are removed.")
+    lease_s: float = Field(
+        30.0, gt=0, description="Silence after which a driver on another host counts as dead, in seconds."
+    )
+
+
 class PlanEntry(Part):
     """Where one model-stage runs."""
 

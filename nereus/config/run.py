@@ -15,6 +15,7 @@ from nereus.config.parts import (
     PPOConfig,
     RewardConfig,
     RolloutConfig,
+    StagingConfig,
     TinyConfig,
 )
 
@@ -43,6 +44,7 @@ class RunConfig(Part):
     plan: Literal["auto"] | dict[ModelStageName, PlanEntry] = Field(
         "auto", description="`auto`, or where each model-stage runs."
     )
+    staging: StagingConfig = Field(StagingConfig(), description="Commits that the run can be resumed from.")
     tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Trackers fed with the metrics.")
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """Run configuration: what the YAML holds, the command line overrides and the Prefect form shows."""
 
-from nereus.config.load import build_config, dump_config, list_recipes, load_config, resolve_path
+from nereus.config.load import build_config, dump_config, list_recipes, load_config, override_config, resolve_path
 from nereus.config.parts import (
     ClusterConfig,
     ConfigError,
@@ -36,6 +36,7 @@ __all__ = [
     "format_bytes",
     "list_recipes",
     "load_config",
+    "override_config",
     "parse_bytes",
     "resolve_path",
 ]

@@ -43,6 +43,18 @@ def load_config(recipe_or_path: str, overrides: Iterable[str] = ()) -> RunConfig
     return build_config(tree)
 
 
+def override_config(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """Return a config with dotted `key=value` overrides applied.
+
+    Raises:
+        ConfigError: an unknown key or a value out of bounds.
+    """
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(tree, override)
+    return build_config(tree)
+
+
 def build_config(tree: Mapping[str, Any]) -> RunConfig:
     """Return the config of a tree of plain values, as YAML gives it.
 

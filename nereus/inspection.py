@@ -1,0 +1,234 @@
+"""What a run directory or a staged set holds: commits, drivers, what was removed, and what is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nereus.commits import Commit, list_commits, live_commits, read_commit, reading
+from nereus.resume import RecordedRun, read_recorded, staging_root
+from storage.errors import describe_error, hide_credentials
+from storage.manifest import MANIFEST_NAME, DamagedState, Manifest
+from storage.state import read_state, verify_state
+from storage.urls import join_url, open_filesystem
+
+OnBytes = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group of a set, which is what a model-stage keeps: its tensors, and their bytes."""
+
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class SetReport:
+    """One staged set.
+
+    Attributes:
+        step: its state is that at the end of this step; None where the manifest doesn't tell.
+        name: of the folder.
+        written_at: ISO 8601, UTC, by the clock of the store; None where the store doesn't say.
+        plan: {model-stage: {dp, tp, pp, devices, ...}} that wrote it.
+        damage: what is wrong with it, in sentences.
+    """
+
+    step: int | None
+    name: str
+    written_at: str | None = None
+    num_bytes: int = 0
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    groups: Mapping[str, GroupReport] = field(default_factory=dict)
+    policy_version: int | None = None
+    damage: tuple[str, ...] = ()
+
+    def to_record(self) -> dict[str, Any]:
+        groups = {name: {"tensors": g.num_tensors, "bytes": g.num_bytes} for name, g in self.groups.items()}
+        return {
+            "step": self.step,
+            "set": self.name,
+            "written_at": self.written_at,
+            "bytes": self.num_bytes,
+            "policy_version": self.policy_version,
+            "plan": dict(self.plan),
+            "groups": groups,
+            "damage": list(self.damage),
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    Attributes:
+        kind: "run", "state" (one set) or "sets" (a folder of sets without its run).
+        sets: those that can be read, oldest first; of a run those that it could go on from.
+        retired: (step, name) of commits that newer ones have replaced.
+        uncommitted: names of sets that no commit names: being written, or left by a killed driver.
+        take_overs: {number, host, pid, flow_run_id} of each driver.
+        verified: every byte was read.
+    """
+
+    where: str
+    kind: str
+    sets: tuple[SetReport, ...]
+    run_id: str | None = None
+    steps: int | None = None
+    retired: tuple[tuple[int, str], ...] = ()
+    uncommitted: tuple[str, ...] = ()
+    take_overs: tuple[Mapping[str, Any], ...] = ()
+    verified: bool = False
+
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """Everything that is wrong, in sentences."""
+        return tuple(sentence for report in self.sets for sentence in report.damage)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what `nereus inspect --json` prints."""
+        return {
+            "where": hide_credentials(self.where),
+            "kind": self.kind,
+            "run_id": self.run_id,
+            "steps": self.steps,
+            "sets": [report.to_record() for report in self.sets],
+            "retired": [{"step": step, "set": name} for step, name in self.retired],
+            "uncommitted": list(self.uncommitted),
+            "take_overs": [dict(record) for record in self.take_overs],
+            "verified": self.verified,
+            "damage": list(self.damage),
+        }
+
+
+def inspect(url: str, *, verify: bool = False, on_bytes: OnBytes | None = None) -> Inspection:
+    """Return what a run directory, a staged set or a folder of sets holds.
+
+    Args:
+        url: any fsspec URL.
+        verify: read every byte and check every checksum, not only the manifests.
+        on_bytes: called with the bytes read since the last call, from several threads.
+
+    Raises:
+        ValueError: there is neither a run nor staged state, or it can't be read.
+    """
+    url = url.rstrip("/")
+    try:
+        filesystem, path = open_filesystem(url)
+        filesystem.invalidate_cache()
+        if filesystem.exists(join_url(path, MANIFEST_NAME)):
+            root, _, name = url.rpartition("/")
+            with reading(root, name):
+                report = _report(url, None, lambda: read_state(url), verify=verify, on_bytes=on_bytes)
+            return Inspection(url, "state", (report,), verified=verify)
+        if filesystem.exists(join_url(path, "journal")) or filesystem.exists(join_url(path, "run.yaml")):
+            return _inspect_run(url, verify=verify, on_bytes=on_bytes)
+        names = [name for name in _sets_in(url) if filesystem.exists(join_url(join_url(path, name), MANIFEST_NAME))]
+    except ValueError:
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise ValueError(f"{hide_credentials(url)} can't be read ({describe_error(error)}).") from error
+    if not names:
+        raise ValueError(
+            f"{hide_credentials(url)} holds neither a run nor committed state (no {MANIFEST_NAME}); "
+            "give a run's directory or the folder of a staged set."
+        )
+    reports = [_report_in(url, name, verify=verify, on_bytes=on_bytes) for name in names]
+    return Inspection(url, "sets", tuple(reports), verified=verify)
+
+
+def _inspect_run(run_dir: str, *, verify: bool, on_bytes: OnBytes | None) -> Inspection:
+    run = read_recorded(run_dir)
+    for _ in range(3):  # a run that goes on may retire what we are about to read
+        inspection = _inspect_recorded(run_dir, run, verify=verify, on_bytes=on_bytes)
+        if not inspection.damage:
+            break
+        again = read_recorded(run_dir)
+        if len(again.entries) == len(run.entries):
+            break
+        run = again
+    return inspection
+
+
+def _inspect_recorded(run_dir: str, run: RecordedRun, *, verify: bool, on_bytes: OnBytes | None) -> Inspection:
+    root = staging_root(run.config)
+    present = _sets_in(root)
+    live = live_commits(run.entries)
+    # Older ones may have been retired; of the newest that are kept each must be there.
+    kept = {commit.set_name for commit in live[-run.config.staging.keep :]}
+    shown = [commit for commit in live if commit.set_name in kept or commit.set_name in present]
+    names = {commit.set_name for commit in shown}
+    return Inspection(
+        run_dir,
+        "run",
+        tuple(_report_commit(root, commit, verify=verify, on_bytes=on_bytes) for commit in shown),
+        run_id=run.run_id,
+        steps=run.config.steps,
+        retired=tuple((commit.step, commit.set_name) for commit in list_commits(run.entries)
+                      if commit.set_name not in names),
+        uncommitted=tuple(name for name in present
+                          if name not in {commit.set_name for commit in list_commits(run.entries)}),
+        take_overs=tuple(_take_overs(run)),
+        verified=verify,
+    )  # fmt: skip
+
+
+def _take_overs(run: RecordedRun) -> Iterable[dict[str, Any]]:
+    for entry in run.entries:
+        if entry.kind == "take_over":
+            yield {"number": entry.number, **{key: entry.body.get(key) for key in ("host", "pid", "flow_run_id")}}
+
+
+def _sets_in(root: str) -> list[str]:
+    """Return the names of a staging root's sets, sorted; those of the earliest step first."""
+    filesystem, path = open_filesystem(root)
+    try:
+        names = [name.rstrip("/").rsplit("/", 1)[-1] for name in filesystem.ls(path, detail=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(name for name in names if name.startswith("step-"))
+
+
+def _report_commit(root: str, commit: Commit, *, verify: bool, on_bytes: OnBytes | None) -> SetReport:
+    url = join_url(root, commit.set_name)
+    with reading(root, commit.set_name):
+        return _report(url, commit.step, lambda: read_commit(root, commit), verify=verify, on_bytes=on_bytes)
+
+
+def _report_in(root: str, name: str, *, verify: bool, on_bytes: OnBytes | None) -> SetReport:
+    url = join_url(root, name)
+    with reading(root, name):
+        return _report(url, None, lambda: read_state(url), verify=verify, on_bytes=on_bytes)
+
+
+def _report(
+    url: str, step: int | None, read: Callable[[], Manifest], *, verify: bool, on_bytes: OnBytes | None
+) -> SetReport:
+    name = url.rsplit("/", 1)[-1]
+    try:
+        manifest = read()
+        report = _describe(manifest, name, _written_at(url))
+        damage = verify_state(url, on_bytes=on_bytes) if verify else []
+    except DamagedState as error:
+        return SetReport(step, name, damage=(str(error),))
+    return replace(report, damage=tuple(damage))
+
+
+def _describe(manifest: Manifest, name: str, written_at: str | None) -> SetReport:
+    groups = {}
+    for group in manifest.groups:
+        pieces = [piece for shard in manifest.shards_of(group) for piece in shard.pieces]
+        num_bytes = sum(piece.stop - piece.start for piece in pieces)
+        groups[group] = GroupReport(len(manifest.tensors_of(group)), num_bytes)
+    version = manifest.run_state.get("policy_version")
+    return SetReport(manifest.step, name, written_at, manifest.num_bytes, manifest.plan, groups, version)
+
+
+def _written_at(url: str) -> str | None:
+    filesystem, path = open_filesystem(join_url(url, MANIFEST_NAME))
+    try:
+        return filesystem.modified(path).isoformat(timespec="seconds")
+    except Exception:  # not every store knows; nothing hangs on it
+        return None

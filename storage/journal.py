@@ -1,0 +1,189 @@
+"""The journal of a run: numbered records, each created whole by the one writer that takes its number."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from storage.errors import hide_credentials
+from storage.exclusive import create_exclusively
+from storage.small_files import file_exists, list_names, read_file, read_files
+from storage.urls import join_url
+
+KINDS = ("take_over", "commit", "transition")
+MAX_ENTRY_BYTES = 64 * 2**20
+_NAME = re.compile(r"(\d{8})\.json")
+
+
+class FencedOff(RuntimeError):
+    """Another driver has taken over: whoever gets this must write nothing more."""
+
+
+class DamagedJournal(ValueError):
+    """An entry of the journal is missing, torn or altered; the sentence names it and the mend."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record; numbers count from 1 without holes."""
+
+    number: int
+    kind: str
+    body: dict[str, Any]
+    writer: str = ""
+
+
+class Journal:
+    """RUN_DIR/journal/00000001.json, 00000002.json, ... as one writer sees it.
+
+    A writer appends at the number after the last that it has seen; where another writer has taken that number, it has
+    lost the run. This is the fencing token: no clock and no lock has a part in it.
+    Safe to use from several threads.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Read nothing yet.
+
+        Args:
+            url: the run's directory; the journal lies in its folder `journal`.
+        """
+        self.url = join_url(url.rstrip("/") or "/", "journal")
+        self.writer = uuid.uuid4().hex
+        self._entries: list[Entry] = []
+        self._owns = False  # an entry of ours is there
+        self._fenced = False  # and after it one of another writer
+        self._lock = threading.RLock()
+
+    def entries(self) -> list[Entry]:
+        """Return all entries in order, those included that others have appended since.
+
+        Raises:
+            DamagedJournal: an entry is missing, torn or altered.
+        """
+        with self._lock:
+            found = [int(match[1]) for match in map(_NAME.fullmatch, list_names(self.url)) if match]
+            first = len(self._entries) + 1
+            # A number that the listing lacks may be newer than the listing: it is asked for by name.
+            numbers = range(first, max(found, default=0) + 1)
+            texts = self._read(numbers)
+            for number, text in zip(numbers, texts, strict=True):
+                self._see(_parse(text, number, self._path(number)))
+            return list(self._entries)
+
+    def newest(self, kind: str) -> Entry | None:
+        """Return the last entry of a kind, None when there is none."""
+        return next((entry for entry in reversed(self.entries()) if entry.kind == kind), None)
+
+    def append(self, kind: str, body: Mapping[str, Any]) -> Entry:
+        """Add an entry after the last one seen; it is durable when this returns.
+
+        Doing it again after an OSError is safe: an entry that had arrived all the same is not written twice.
+
+        Raises:
+            FencedOff: another writer has appended since.
+            OSError: the store can't be written.
+        """
+        assert kind in KINDS, kind
+        with self._lock:
+            while True:
+                self._refuse_if_fenced()
+                entry = Entry(len(self._entries) + 1, kind, json.loads(json.dumps(dict(body))), self.writer)
+                try:
+                    create_exclusively(self._path(entry.number), _dump(entry))
+                except FileExistsError:
+                    taken = self._read_taken(entry.number)
+                    self._see(taken)
+                    if taken != entry:  # an earlier append of ours, whose answer never came
+                        continue
+                else:
+                    self._see(entry)
+                return entry
+
+    def check(self) -> None:
+        """Raise FencedOff if another writer has appended since."""
+        with self._lock:
+            self._refuse_if_fenced()
+            while file_exists(self._path(len(self._entries) + 1)):
+                self._see(self._read_taken(len(self._entries) + 1))
+
+    def _see(self, entry: Entry) -> None:
+        ours = entry.writer == self.writer
+        self._fenced |= self._owns and not ours
+        self._owns |= ours
+        self._entries.append(entry)
+
+    def _refuse_if_fenced(self) -> None:
+        if self._fenced:
+            raise FencedOff(f"another driver has taken over {hide_credentials(self.url.removesuffix('/journal'))}.")
+
+    def _path(self, number: int) -> str:
+        return join_url(self.url, f"{number:08d}.json")
+
+    def _read(self, numbers: range) -> list[bytes]:
+        try:
+            return read_files([self._path(number) for number in numbers])
+        except FileNotFoundError as error:
+            missing = next((number for number in numbers if not file_exists(self._path(number))), None)
+            if missing is None:
+                raise
+            raise DamagedJournal(
+                f"{hide_credentials(self._path(missing))} is missing, though entries after it are there; bring it back "
+                "from a copy, or move the entries after it away to go on from the commit before."
+            ) from error
+
+    def _read_taken(self, number: int) -> Entry:
+        """Return the entry that is there already, if it is ours; FencedOff if it isn't."""
+        try:
+            entry = _parse(read_file(self._path(number)), number, self._path(number))
+        except ValueError:
+            entry = None
+        if entry is None or entry.writer != self.writer:
+            self._fenced = True
+            self._refuse_if_fenced()
+        assert entry is not None
+        return entry
+
+
+def _dump(entry: Entry) -> bytes:
+    fields = {"number": entry.number, "kind": entry.kind, "writer": entry.writer, "body": entry.body}
+    text = json.dumps(fields, separators=(",", ":"))
+    checksum = xxhash.xxh3_128_hexdigest(text.encode())
+    return f'{text[:-1]},"checksum":"{checksum}"}}\n'.encode()
+
+
+def _parse(data: bytes, number: int, where: str) -> Entry:
+    try:
+        return _parse_entry(data, number)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, _Wrong) else "it is no JSON"
+        raise DamagedJournal(
+            f"{hide_credentials(where)} is damaged ({reason}); bring it back from a copy, or move it and the entries "
+            "after it away to go on from the commit before."
+        ) from error
+
+
+class _Wrong(ValueError):
+    pass
+
+
+def _parse_entry(data: bytes, number: int) -> Entry:
+    if len(data) > MAX_ENTRY_BYTES:
+        raise _Wrong(f"it has {len(data)} bytes")
+    fields = json.loads(data)
+    if not isinstance(fields, dict) or set(fields) != {"number", "kind", "writer", "body", "checksum"}:
+        raise _Wrong("it has other fields than an entry")
+    entry = Entry(fields["number"], fields["kind"], fields["body"], fields["writer"])
+    if not isinstance(entry.body, dict) or entry.kind not in KINDS or not isinstance(entry.writer, str):
+        raise _Wrong("a field has a wrong value")
+    if entry.number != number:
+        raise _Wrong(f"it holds entry {entry.number}")
+    if _dump(entry) != data:
+        raise _Wrong("its checksum is wrong")
+    return entry

@@ -25,8 +25,9 @@ class Link:
 class NodeKind:
     """One kind of machine, with nominal numbers; what is really reached is learned as an efficiency elsewhere.
 
-    `peak_flops` is per device in FLOP/s, keyed by dtype ("float32", "bfloat16", "float64"). `intra_node` joins two
-    devices of one node, `inter_node` two nodes, `storage` one node and the staging storage.
+    `peak_flops` is per device in FLOP/s, keyed by dtype ("float32", "bfloat16", "float64"). Links are each way:
+    `intra_node` of one device to the others of its node, `inter_node` of one node to all others, shared by its
+    devices, `storage` of one node to the staging storage. `accelerator` is false where devices are slots of a CPU.
     """
 
     name: str
@@ -37,6 +38,7 @@ class NodeKind:
     intra_node: Link
     inter_node: Link
     storage: Link
+    accelerator: bool = False
 
 
 @dataclass(frozen=True, order=True)

@@ -1,0 +1,188 @@
+"""Operations of a model-stage's phases: generation, inference (forward passes only) and training of one step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nereus.cost.load import StepLoad
+from nereus.cost.operations import Array, Operations, add_operations
+from nereus.cost.options import Options
+from nereus.cost.passes import (
+    ModelSizes,
+    PassLoad,
+    StageShape,
+    forward_operations,
+    slowest_stage,
+    training_operations,
+    whole_model,
+)
+from nereus.cost.rates import Rates, ring_steps
+from nereus.limits import PREFILL_TOKENS
+from nereus.model.spec import ModelSpec
+
+# Bytes a parameter that an optimizer step moves, in units of a master element: gradient read; weight and two moments
+# read and written. The compute copy is written once more.
+_OPTIMIZER_MOVES = 7
+
+
+def inference_operations(spec: ModelSpec, options: Options, load: StepLoad, rates: Rates) -> Operations:
+    """Return the operations of one forward pass over all samples of a step.
+
+    m micro-batches through pp stages take the time of m passes of the slowest stage and the others' first one.
+    """
+    share = np.ceil(load.samples / options.dp)
+    batches = num_micro_batches(share, options)
+    sizes = ModelSizes.of(spec, options)
+    one = _pass_load(spec, share / batches, load)
+    slow = slowest_stage(spec, options, sizes, _head_share(spec, load))
+    return add_operations(
+        forward_operations(spec, options, sizes, slow, one, rates).times(batches),
+        forward_operations(spec, options, sizes, _others(spec, options, slow), one, rates).times(
+            (options.pp > 1).astype(np.float64)
+        ),
+        Operations(host=batches),
+    )
+
+
+def training_phase_operations(
+    spec: ModelSpec, options: Options, load: StepLoad, rates: Rates, *, interleave: int = 1
+) -> Operations:
+    """Return the operations of all updates of a step: passes, gradient sums and optimizer steps.
+
+    One forward, one backward: m micro-batches take m times the slowest stage, and the pipeline fills and drains at the
+    cost of the other stages' pass, a v-th of it with v chunks a device, which send v times as many messages.
+    Source: Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2.
+    """
+    minibatch = load.samples / load.minibatches
+    share = np.ceil(np.round(minibatch, 9) / options.dp)
+    batches = num_micro_batches(share, options)
+    sizes = ModelSizes.of(spec, options)
+    one = _pass_load(spec, share / batches, load)
+    slow = slowest_stage(spec, options, sizes, _head_share(spec, load))
+    steady = training_operations(spec, options, sizes, slow, one, rates)
+    filling = training_operations(spec, options, sizes, _others(spec, options, slow), one, rates)
+    filling = filling.times((options.pp > 1) / interleave)
+    if interleave > 1:
+        steady, filling = _more_messages(steady, interleave), _more_messages(filling, interleave)
+    update = add_operations(
+        steady.times(batches),
+        filling,
+        _update_operations(spec, options, sizes, slow, rates),
+        Operations(host=batches),
+    )
+    return update.times(float(load.minibatches * load.epochs))
+
+
+def _more_messages(operations: Operations, factor: int) -> Operations:
+    count, work_s = dict(operations.count), dict(operations.work_s)
+    count["p2p"], work_s["p2p"] = factor * count["p2p"], factor * work_s["p2p"]
+    return Operations(count, work_s, operations.host)
+
+
+def _update_operations(
+    spec: ModelSpec, options: Options, sizes: ModelSizes, slow: StageShape, rates: Rates
+) -> Operations:
+    """Return the sum of gradients over replicas, and the optimizer step, of the largest rank."""
+    parameters = largest_rank_elements(spec, options, sizes)
+    gradients = parameters * rates.master_bytes
+    step = parameters * (_OPTIMIZER_MOVES * rates.master_bytes + rates.element_bytes)
+    return Operations(
+        count={"dp_sync": ring_steps(options.dp)},
+        work_s={"dp_sync": gradients * rates.data_parallel_byte_s(options), "gemm": step * rates.byte_s},
+    )
+
+
+def largest_rank_elements(spec: ModelSpec, options: Options, sizes: ModelSizes) -> Array:
+    """Return the matrix elements of the largest rank: of the first stage with its embedding, or the last."""
+    embedding = np.ceil(spec.vocab / options.tp) * spec.hidden
+    first = np.ceil(spec.layers / options.pp) * sizes.layer_elements + embedding
+    head = np.where((options.pp == 1) & spec.ties_head, 0.0, sizes.head_elements)
+    last = np.floor(spec.layers / options.pp) * sizes.layer_elements + head
+    return np.where(options.pp == 1, first + head, np.maximum(first, last))
+
+
+def generation_operations(spec: ModelSpec, options: Options, load: StepLoad, rates: Rates) -> Operations:
+    """Return the operations of generating all samples of a step with continuous batching.
+
+    A replica's n samples decode in B slots (its micro-batch): n * mean / B steps while slots are refilled, and the
+    longest response beyond the mean after that. The slots form up to pp waves that take turns through the stages, so
+    a step takes as long as all waves in the slowest stage. A pass reads the stage's weights once, and of every slot
+    the keys and values so far: time by memory bandwidth, or by the products where these take longer.
+    Source: Pope et al. 2022, arXiv:2211.05102, section 2.
+    """
+    share = np.ceil(load.samples / options.dp)
+    slots = np.minimum(options.micro_batch, share)
+    steps = share * load.response_tokens / slots + load.longest_tokens - load.response_tokens
+    waves = np.minimum(options.pp, slots)
+    sizes = ModelSizes.of(spec, options)
+    slow = slowest_stage(spec, options, sizes, head_tokens=1.0)
+    # With fewer slots than stages the pipeline has gaps: a step still passes all stages.
+    passes = steps * waves
+    gaps = options.pp / waves
+    tokens = share * load.response_tokens
+    elements = slow.layers * sizes.layer_elements + slow.head * sizes.head_elements
+    products = np.maximum(
+        passes * elements * rates.element_bytes * rates.byte_s, 2.0 * elements * tokens * rates.flop_s
+    )
+    keys = _cached_tokens(spec, load) * share * slow.layers * sizes.kv * rates.element_bytes * rates.byte_s
+    # Logits are written, and drawn from in float64.
+    draws = slow.head * tokens * sizes.vocab * (rates.element_bytes + 8.0) * rates.byte_s
+    message = tokens * spec.hidden * rates.element_bytes
+    is_split, is_piped = (options.tp > 1).astype(np.float64), (options.pp > 1).astype(np.float64)
+    decode = Operations(
+        count={
+            "all_reduce": 2.0 * slow.layers * passes * ring_steps(options.tp),
+            "all_gather": 2.0 * passes * ring_steps(options.tp),
+            "p2p": 2.0 * is_piped * passes,
+        },
+        work_s={
+            "decode": products + keys + draws,
+            "all_reduce": is_split * 2.0 * slow.layers * message * rates.tensor_parallel_byte_s(options),
+            "p2p": is_piped * message * rates.pipeline_byte_s(options),
+        },
+        host=passes,
+    )
+    return add_operations(decode.times(gaps), _prefill_operations(spec, options, sizes, slow, share, load, rates))
+
+
+def _prefill_operations(
+    spec: ModelSpec,
+    options: Options,
+    sizes: ModelSizes,
+    slow: StageShape,
+    share: Array,
+    load: StepLoad,
+    rates: Rates,
+) -> Operations:
+    passes = np.ceil(share * load.prompt_tokens / PREFILL_TOKENS)
+    each = share / passes
+    one = PassLoad(each * load.prompt_tokens, each * load.prompt_tokens**2 / 2.0, each)
+    forward = forward_operations(spec, options, sizes, slow, one, rates)
+    return add_operations(forward.times(passes), Operations(host=passes))
+
+
+def _cached_tokens(spec: ModelSpec, load: StepLoad) -> float:
+    """Return the tokens whose keys and values one sample reads, summed over the steps of its response."""
+    prompt, mean = load.prompt_tokens, load.response_tokens
+    read = prompt * mean + (mean**2 + load.response_variance) / 2.0
+    return read if spec.sliding_window is None else min(read, mean * spec.sliding_window)
+
+
+def num_micro_batches(share: Array, options: Options) -> Array:
+    """Return the micro-batches of a replica's share: as few as its size allows, but one for every pipeline stage."""
+    return np.maximum(np.ceil(share / options.micro_batch), np.minimum(options.pp, share))
+
+
+def _pass_load(spec: ModelSpec, samples: Array, load: StepLoad) -> PassLoad:
+    rows = 1.0 if spec.head == "score" else load.response_tokens
+    return PassLoad(samples * load.sequence_tokens, samples * load.causal_pairs(spec.sliding_window), samples * rows)
+
+
+def _head_share(spec: ModelSpec, load: StepLoad) -> float:
+    return load.response_tokens / load.sequence_tokens if spec.head == "lm" else 0.0
+
+
+def _others(spec: ModelSpec, options: Options, slow: StageShape) -> StageShape:
+    """Return all stages but the slowest as one."""
+    whole = whole_model(spec, options)
+    return StageShape(whole.layers - slow.layers, whole.head - slow.head)

@@ -67,9 +67,16 @@ class Options:
         replicas = [nodes[i : i + size] for i in range(0, len(nodes), size)]
         tp_across = any(len(set(group)) > 1 for group in groups)
         pp_across = any(replica[:-tp] != replica[tp:] for replica in replicas)
-        one = [np.array([float(n)]) for n in (stage.dp, tp, stage.layout.pp, stage.micro_batch)]
-        flags = [np.array([flag]) for flag in (stage.recompute, tp_across, pp_across)]
-        return cls(*one, *flags, np.array([float(len(set(nodes)))]))
+        return cls(
+            dp=np.array([float(stage.dp)]),
+            tp=np.array([float(tp)]),
+            pp=np.array([float(stage.layout.pp)]),
+            micro_batch=np.array([float(stage.micro_batch)]),
+            recompute=np.array([stage.recompute]),
+            tp_across=np.array([tp_across]),
+            pp_across=np.array([pp_across]),
+            nodes=np.array([float(len(set(nodes)))]),
+        )
 
     @cached_property
     def size(self) -> Array:

@@ -35,11 +35,11 @@ def inference_operations(spec: ModelSpec, options: Options, load: StepLoad, rate
     sizes = ModelSizes.of(spec, options)
     one = _pass_load(spec, share / batches, load)
     slow = slowest_stage(spec, options, sizes, _head_share(spec, load))
+    others = _others(spec, options, slow)
+    is_piped = (options.pp > 1).astype(np.float64)
     return add_operations(
         forward_operations(spec, options, sizes, slow, one, rates).times(batches),
-        forward_operations(spec, options, sizes, _others(spec, options, slow), one, rates).times(
-            (options.pp > 1).astype(np.float64)
-        ),
+        forward_operations(spec, options, sizes, others, one, rates).times(is_piped),
         Operations(host=batches),
     )
 

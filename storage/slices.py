@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -46,6 +48,32 @@ class TensorSlice:
             slice(start - base, start - base + size)
             for start, size, base in zip(self.starts, self.sizes, outer.starts, strict=True)
         )
+
+    def blocks(self, max_elements: int) -> Iterator[TensorSlice]:
+        """Yield slices of at most `max_elements` that, their elements laid end to end, are this one in row-major order.
+
+        Example: rows 0..4 of a [5, 3] matrix in blocks of 6 elements are rows 0..1, 2..3 and 4; in blocks of 2 they
+        are columns 0..1 and 2 of each row.
+        """
+        assert max_elements > 0, max_elements
+        if self.num_elements <= max_elements:
+            yield self
+            return
+        # The first dimension of which one index fits into a block is cut in runs, those before it index by index.
+        dim = next(d for d in range(len(self.sizes)) if math.prod(self.sizes[d + 1 :]) <= max_elements)
+        step = max_elements // math.prod(self.sizes[dim + 1 :])
+        for index in itertools.product(*(range(n) for n in self.sizes[:dim])):
+            for first in range(0, self.sizes[dim], step):
+                size = min(step, self.sizes[dim] - first)
+                yield TensorSlice(
+                    self.name,
+                    (
+                        *(start + i for start, i in zip(self.starts, index, strict=False)),
+                        self.starts[dim] + first,
+                        *self.starts[dim + 1 :],
+                    ),
+                    (*(1 for _ in index), size, *self.sizes[dim + 1 :]),
+                )
 
 
 def whole(name: str, shape: tuple[int, ...]) -> TensorSlice:

@@ -10,6 +10,11 @@ GRADIENT_BLOCK_ELEMENTS = 1 << 22
 PREFILL_TOKENS = 2048
 # A message of a weight sync carries at most this much; two are in flight for each pair of devices and direction.
 SYNC_BUCKET_BYTES = 16 << 20
+# What a worker holds of a shard on its way to a local disk, and to an object store: there the shard itself, twice.
+STAGING_BUFFER_BYTES = 2 << 20
+REMOTE_STAGING_BUFFER_BYTES = 128 << 20
+# What a worker's reader of staged state holds beside the tensors that it fills.
+RESTORE_BUFFER_BYTES = 32 << 20
 
 
 def logits_chunk_rows(num_rows: int, vocab_local: int, element_bytes: int) -> int:

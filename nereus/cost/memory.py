@@ -21,7 +21,7 @@ from nereus.cost.rank_memory import (
 )
 from nereus.limits import SYNC_BUCKET_BYTES
 from nereus.model.spec import ModelSpec
-from nereus.plan import Plan, StagePlan
+from nereus.plan import Plan, StagePlan, stage_of
 
 __all__ = [
     "KINDS",
@@ -35,6 +35,7 @@ __all__ = [
     "kv_slots",
     "overflow_bytes",
     "room_by_rank",
+    "spare_bytes",
 ]
 
 # A plan is feasible when no device's predicted peak is above this share of its capacity.
@@ -71,6 +72,8 @@ class PlanMemory:
             for device, rank in ranks.items():
                 for kind, count in self.rank(name, rank).resident.items():
                     self.residents[device][kind] += count
+                if stage_of(name) == "training":
+                    self.residents[device]["staging buffers"] = workload.staging_buffer_bytes
 
     def rank(self, model_stage: str, rank: int) -> RankMemory:
         stage, spec = self.plan[model_stage], self.specs[model_stage]
@@ -194,6 +197,18 @@ def fits(
     """Return whether the predicted peak of every device is at most 90% of its capacity in bytes."""
     peaks = estimate_memory(plan, specs, workload, precision)
     return all(peak.total <= USABLE_SHARE * capacities[device] for device, peak in peaks.items())
+
+
+def spare_bytes(
+    plan: Plan,
+    specs: Mapping[str, ModelSpec],
+    workload: Workload,
+    precision: Precision,
+    capacities: Mapping[int, int],
+) -> dict[int, int]:
+    """Return by device id the bytes between its predicted peak and 90% of its capacity: free in every phase."""
+    peaks = estimate_memory(plan, specs, workload, precision)
+    return {d: max(0, int(USABLE_SHARE * capacities[d]) - peak.total) for d, peak in peaks.items()}
 
 
 def check_memory(

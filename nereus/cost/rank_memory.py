@@ -19,7 +19,7 @@ from nereus.cost.activations import (
     training_moments,
 )
 from nereus.layout import Layout, slices_of
-from nereus.limits import PREFILL_TOKENS
+from nereus.limits import PREFILL_TOKENS, STAGING_BUFFER_BYTES
 from nereus.model.spec import ModelSpec
 from nereus.plan import StagePlan, stage_of
 
@@ -38,6 +38,7 @@ KINDS = (
     "packed weights",
     "workspace",
     "sync buckets",
+    "staging buffers",
 )
 
 # Thread stacks, communicators, loaded kernels and their scratch space. Measured in the first step of a tiny model.
@@ -58,6 +59,7 @@ class Workload:
     minibatches: int
     prompt_tokens: int
     response_tokens: int
+    staging_buffer_bytes: int = STAGING_BUFFER_BYTES  # of a worker that writes staged state
 
     @property
     def sequence_tokens(self) -> int:

@@ -105,6 +105,14 @@ class Engine(ABC):
         """Send one command; the future ends with its result, `CommandFailed` or `WorkerLost`."""
 
     @abstractmethod
+    def submit_beside(self, device: int, method: str, /, **kwargs: Any) -> Future:
+        """Send one command that runs beside the others, in a second thread of the worker; such commands run in order.
+
+        It takes no lock and is no part of a step, so it may use no communicator. An engine that is broken takes it
+        as well: what a failed step leaves to be done is still done.
+        """
+
+    @abstractmethod
     def pids(self) -> dict[int, int]:
         """Return the process id of each device's worker."""
 

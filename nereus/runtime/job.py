@@ -14,6 +14,7 @@ from nereus.cluster import local_cluster
 from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
 from nereus.cost.memory import Workload, check_memory
 from nereus.data import PromptTokens, encode_prompts, read_prompts
+from nereus.limits import REMOTE_STAGING_BUFFER_BYTES, STAGING_BUFFER_BYTES
 from nereus.model.checkpoint import check_checkpoint, has_value_head, read_spec
 from nereus.model.spec import Head, ModelSpec
 from nereus.model.tokens import fetch_tokenizer, read_eos_ids
@@ -23,6 +24,7 @@ from nereus.rewards import load_reward_function
 from nereus.runtime.run_dir import RunDir
 from nereus.runtime.sources import ModelSource
 from nereus.tracking import check_trackers
+from storage.urls import local_path
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Job:
     reward_tokenizer: Any | None  # None: there is no reward model, or it takes the actor's tokens
     eos_ids: tuple[int, ...]
     workload: Workload
+    capacities: Mapping[int, int]  # bytes of memory by device id
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -85,17 +88,20 @@ def prepare_job(config: RunConfig) -> Job:
         minibatches=config.ppo.minibatches,
         prompt_tokens=config.rollout.max_prompt_tokens,
         response_tokens=config.rollout.max_response_tokens,
+        staging_buffer_bytes=REMOTE_STAGING_BUFFER_BYTES if _stages_remotely(config) else STAGING_BUFFER_BYTES,
     )
+    capacities = _capacities(config)
     return Job(
         config=config,
         sources=sources,
-        plan=_plan(config, {name: source.spec for name, source in sources.items()}, workload),
+        plan=_plan(config, {name: source.spec for name, source in sources.items()}, workload, capacities),
         prompts=prompts,
         tokenizer=tokenizer,
         tokenizer_path=tokenizer_path,
         reward_tokenizer=_reward_tokenizer(config, tokenizer, actor.spec, reward.spec if reward else None),
         eos_ids=_eos_ids(config, tokenizer),
         workload=workload,
+        capacities=capacities,
     )
 
 
@@ -211,13 +217,21 @@ def _check_devices(config: RunConfig) -> None:
         )
 
 
-def _plan(config: RunConfig, specs: Mapping[str, ModelSpec], workload: Workload) -> Plan:
+def _stages_remotely(config: RunConfig) -> bool:
+    root = config.staging.root or config.run_dir
+    return root is not None and local_path(root) is None
+
+
+def _capacities(config: RunConfig) -> dict[int, int]:
     cluster = local_cluster(
         config.cluster.devices,
         config.cluster.memory_per_device,
         threads_per_device=config.cluster.threads_per_device,
     )
-    capacities = {device.id: device.memory_bytes for device in cluster.devices}
+    return {device.id: device.memory_bytes for device in cluster.devices}
+
+
+def _plan(config: RunConfig, specs: Mapping[str, ModelSpec], workload: Workload, capacities: Mapping[int, int]) -> Plan:
     micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
     if config.plan == "auto":
         return plan_auto(specs, capacities, workload, config.precision, micro_batch=micro_batch)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -111,13 +111,20 @@ class LocalEngine(Engine):
 
     def submit(self, device: int, method: str, /, **kwargs: Any) -> Future:
         """Send one command; the future ends with its result, `CommandFailed` or `WorkerLost`."""
+        return self._send("command", device, method, kwargs)
+
+    def submit_beside(self, device: int, method: str, /, **kwargs: Any) -> Future:
+        """Send one command for the worker's second thread; the future ends as that of `submit`."""
+        return self._send("beside", device, method, kwargs)
+
+    def _send(self, kind: str, device: int, method: str, kwargs: Mapping[str, Any]) -> Future:
         assert self._watcher is not None, "nothing was started"
         future: Future = Future()
         number = next(self._numbers)
         stream = self._watcher.expect(device, number, future)
         if stream is not None:
             with contextlib.suppress(OSError):  # a closed socket: the watcher reports the loss
-                stream.send(("command", number, method, kwargs))
+                stream.send((kind, number, method, kwargs))
         return future
 
     def abort(self) -> None:

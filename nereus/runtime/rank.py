@@ -20,10 +20,13 @@ from nereus.runtime.communicator import Communicator
 from nereus.runtime.generation import Request, Response, Sampling, generate
 from nereus.runtime.inference import InferenceWork, infer_logprobs, infer_scores, infer_values
 from nereus.runtime.links import Links, connect_links
+from nereus.runtime.rank_state import Counters, Restored, ShardWorks, StagedUnit
 from nereus.runtime.sources import ModelSource
 from nereus.runtime.training import LossSettings, OptimizerSettings, TrainingStats, TrainingUnit, TrainingWork
 from nereus.runtime.weight_sync import SliceStore, WeightSync, sync_copies
 from nereus.runtime.worker import WorkerContext
+from nereus.staged_state import ShardOrder
+from storage.manifest import ShardRecord
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class BuildOrder:
     dtype: torch.dtype
     optimizer: OptimizerSettings | None = None
     loss: LossSettings | None = None
+    from_source: bool = True  # false: `restore` follows, for a training model-stage
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Unit:
     shard: DecoderShard
     links: Links
     training: TrainingUnit | None = None
+    staged: StagedUnit | None = None
     policy_version: int | None = None
 
 
@@ -68,6 +73,7 @@ class Rank:
         self.context = context
         self.units: dict[str, Unit] = {}
         self._sync: tuple[WeightSync, Communicator] | None = None
+        self._shards = ShardWorks((), {})
 
     def build(self, order: BuildOrder) -> None:
         """Connect, allocate and load this device's rank of a model-stage."""
@@ -84,12 +90,14 @@ class Rank:
         if stage_of(order.model_stage) == "training":
             assert order.optimizer is not None and order.loss is not None
             unit.training = TrainingUnit(shard, links, order.optimizer, order.loss)
+            unit.staged = StagedUnit(shard, unit.training)
         else:
             shard.requires_grad_(False)
-        if order.model_stage != "actor.generation":  # the first weight sync fills that one
+        # The first weight sync fills actor.generation.
+        if order.model_stage != "actor.generation" and (order.from_source or unit.training is None):
             with contextlib.closing(order.source.open()) as source:
                 load_shard(shard, source, unit.training.masters if unit.training else None)
-        if unit.training is not None:
+        if unit.training is not None and order.from_source:
             unit.training.refresh_compute_weights()
         self.units[order.model_stage] = unit
 
@@ -180,6 +188,34 @@ class Rank:
         unit.links.replica.trim()
         return stats
 
+    # Staged state
+
+    def restore(self, model_stage: str, folder: str, shards: Sequence[ShardRecord], counters: Counters) -> Restored:
+        """Read this rank's parameters, moments and counters from a committed set."""
+        staged = self.units[model_stage].staged
+        assert staged is not None
+        with torch.no_grad():
+            return staged.restore(model_stage, folder, shards, counters)
+
+    def hold_shards(self, orders: Sequence[ShardOrder]) -> None:
+        """Take the orders of all shards that this device writes for each commit."""
+        staged = {name: unit.staged for name, unit in self.units.items() if unit.staged is not None}
+        self._shards = ShardWorks(orders, staged)
+
+    def write_shard(self, folder: str, file: str) -> ShardRecord:
+        """Write one shard of a set, beside the commands of a step."""
+        return self._shards.write(folder, file)
+
+    def preserve_shards(self, files: Sequence[str]) -> None:
+        """Copy what is unwritten, right before the first update that would change it."""
+        self._shards.preserve(files)
+
+    def drop_shard_copies(self) -> None:
+        """Free the copies of a commit that was given up."""
+        self._shards.drop_copies()
+
+    # The run's end
+
     def write_export(self, model_stage: str, plan: ExportPlan) -> int:
         """Write the slices that this rank owns (first replica only) into an export; return the bytes written."""
         unit = self.units[model_stage]
@@ -197,6 +233,7 @@ class Rank:
         for unit in self.units.values():
             unit.links.close()
         self.units.clear()
+        self._shards = ShardWorks((), {})
         if self._sync is not None:
             self._sync[1].close()
             self._sync = None

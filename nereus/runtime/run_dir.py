@@ -1,39 +1,27 @@
-"""The run directory: what a run leaves behind, at any fsspec URL."""
+"""The run directory: what a run leaves behind, at any fsspec URL. Its journal is the truth, run.yaml is for people."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from nereus.config import RunConfig, dump_config
 from storage.errors import describe_error, hide_credentials
-from storage.exclusive import create_exclusively
-from storage.records import append_record
+from storage.journal import Journal
+from storage.records import append_record, keep_records, read_records
+from storage.small_files import replace_file
 from storage.urls import open_filesystem
+
+# One record a step each; a resumed run cuts them back to where it goes on.
+_STEP_RECORDS = ("metrics.jsonl", "decisions.jsonl", "transitions.jsonl")
 
 
 class RunDir:
-    """RUN_DIR with `run.yaml`, `metrics.jsonl`, `final/` and what other rooms add."""
+    """RUN_DIR with `run.yaml`, `metrics.jsonl`, `journal/`, `state/`, `final/` and what other rooms add."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._made = False
-
-    @classmethod
-    def create(cls, url: str, config: RunConfig) -> RunDir:
-        """Make the directory and write `run.yaml`, the resolved config; of two at the same time one succeeds.
-
-        Raises:
-            ValueError: it already holds a run, or can't be written.
-        """
-        run_dir = cls(url)
-        try:
-            run_dir._made = not run_dir._exists()
-            create_exclusively(run_dir.path("run.yaml"), dump_config(config).encode())
-        except FileExistsError:
-            raise run_dir._taken() from None
-        except Exception as error:  # every store has errors of its own
-            raise run_dir._unusable("written", error) from error
-        return run_dir
 
     def check_free(self) -> None:
         """Raise ValueError when the directory holds a run, is a file, or can't be looked into."""
@@ -41,19 +29,33 @@ class RunDir:
             filesystem, path = open_filesystem(self.url)
             if filesystem.isfile(path):
                 raise NotADirectoryError("it is a file")
-            found = self._exists("run.yaml")
-        except Exception as error:
-            raise self._unusable("read", error) from error
+            found = self._exists("run.yaml") or bool(Journal(self.url).entries())
+        except ValueError:
+            raise
+        except Exception as error:  # every store has errors of its own
+            raise self.unusable("read", error) from error
         if found:
-            raise self._taken()
+            raise self.taken()
+
+    def note_before(self) -> None:
+        """Remember whether the directory is there already, for `forget`."""
+        self._made = not self._exists()
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write `run.yaml`, the resolved config."""
+        replace_file(self.path("run.yaml"), dump_config(config).encode())
 
     def forget(self) -> None:
-        """Take `run.yaml` away again, after a start that failed before the first step.
+        """Take away what a new run has written that failed before its first step.
 
-        A directory that `create` has made goes with all in it; what was there before stays.
+        A directory that it has made goes with all in it; what was there before stays.
         """
-        filesystem, path = open_filesystem(self.url if self._made else self.path("run.yaml"))
-        filesystem.rm(path, recursive=self._made)
+        if self._made:
+            self._remove("")
+            return
+        for name in ("run.yaml", "journal"):
+            with suppress(FileNotFoundError):
+                self._remove(name)
 
     def path(self, name: str) -> str:
         return f"{self.url}/{name}"
@@ -61,13 +63,31 @@ class RunDir:
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         append_record(self.path("metrics.jsonl"), metrics)
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl, in order."""
+        return read_records(self.path("metrics.jsonl"))
+
+    def cut_back(self, first_step: int) -> None:
+        """Remove the records of `first_step` and later: these steps are done again."""
+        for name in _STEP_RECORDS:
+            keep_records(self.path(name), lambda record: record["step"] < first_step)
+
+    def taken(self) -> ValueError:
+        """Return the refusal of a new run where there is one."""
+        url = hide_credentials(self.url)
+        return ValueError(
+            f"run_dir: {url} already holds a run; choose another directory, or go on with `nereus resume {url}`."
+        )
+
+    def unusable(self, how: str, error: Exception) -> ValueError:
+        """Return the refusal of a directory that can't be read or written."""
+        url = hide_credentials(self.url)
+        return ValueError(f"run_dir: {url} can't be {how} ({describe_error(error)}); choose another directory.")
+
     def _exists(self, name: str | None = None) -> bool:
         filesystem, path = open_filesystem(self.url if name is None else self.path(name))
         return filesystem.exists(path)
 
-    def _taken(self) -> ValueError:
-        return ValueError(f"run_dir: {hide_credentials(self.url)} already holds a run; choose another directory.")
-
-    def _unusable(self, how: str, error: Exception) -> ValueError:
-        url = hide_credentials(self.url)
-        return ValueError(f"run_dir: {url} can't be {how} ({describe_error(error)}); choose another directory.")
+    def _remove(self, name: str) -> None:
+        filesystem, path = open_filesystem(self.path(name) if name else self.url)
+        filesystem.rm(path, recursive=name != "run.yaml")

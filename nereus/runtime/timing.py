@@ -1,11 +1,15 @@
-"""Seconds of a step by stage: the wall time between a stage's first start and its last end."""
+"""Seconds of a step by stage: the wall time between a stage's first start and its last end; of pauses their sum."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# What interrupts a step now and then: only the pauses themselves count.
+_PAUSES = ("staging",)
 
 
 class StepClock:
@@ -13,7 +17,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
-        self._spans: dict[str, tuple[float, float]] = {}
+        self._spans: dict[str, list[tuple[float, float]]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -24,8 +28,7 @@ class StepClock:
         finally:
             stop = time.perf_counter()
             with self._lock:
-                first, last = self._spans.get(stage, (start, stop))
-                self._spans[stage] = (min(first, start), max(last, stop))
+                self._spans.setdefault(stage, []).append((start, stop))
 
     def seconds(self, stages: tuple[str, ...]) -> dict[str, float]:
         """Return the stages' seconds, "total" since the clock began, and what no stage accounts for."""
@@ -34,5 +37,11 @@ class StepClock:
         return {**result, "orchestration": max(0.0, total - sum(result.values())), "total": total}
 
     def _length(self, stage: str) -> float:
-        first, last = self._spans.get(stage, (0.0, 0.0))
-        return last - first
+        spans = sorted(self._spans.get(stage, ()))
+        if stage not in _PAUSES:
+            return max((stop for _, stop in spans), default=0.0) - min((start for start, _ in spans), default=0.0)
+        length, end = 0.0, -math.inf
+        for start, stop in spans:  # several threads may pause at the same time
+            length += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return length

@@ -55,7 +55,8 @@ class TrainingStats:
     """What a replica's updates of one step leave, identical on the stage's tp ranks.
 
     `sums` are over its response tokens and the updates that were applied; `losses` (means over the minibatch's response
-    tokens) and `gradient_norms` (before clipping) have an entry for every update, skipped ones too.
+    tokens) and `gradient_norms` (before clipping) have an entry for every update, skipped ones too. `updates` and
+    `skipped_in_a_row` count since the run's start.
     """
 
     sums: dict[str, float]
@@ -63,7 +64,8 @@ class TrainingStats:
     gradient_norms: list[float]
     losses: list[float]
     skipped: int
-    updates: int
+    updates: int = 0
+    skipped_in_a_row: int = 0
 
 
 class AdamW:
@@ -133,14 +135,14 @@ class TrainingUnit:
 
     def train(self, work: TrainingWork, learning_rate: Callable[[int], float]) -> TrainingStats:
         """Run all updates of the step and return this replica's statistics."""
-        stats = TrainingStats({}, 0.0, [], [], 0, 0)
+        stats = TrainingStats({}, 0.0, [], [], 0)
         buffer = GradientBuffer(self.shard)
         try:
             for index, minibatch in enumerate(work.minibatches):
                 self._update(buffer, work, minibatch, learning_rate(self.updates), stats, is_first=index == 0)
         finally:
             buffer.release()
-        stats.updates = self.updates
+        stats.updates, stats.skipped_in_a_row = self.updates, self.skipped_in_a_row
         return stats
 
     def _update(

@@ -1,9 +1,11 @@
 """A worker process: runs commands in order on one service object, with its memory counted and its death noticed.
 
-The main thread runs commands; one thread reads the driver's messages (commands, abort, exit; an end of file means that
-the driver is gone: the process ends at once); one thread sends a beat every `heartbeat_s`, even during a long command.
+The main thread runs commands; one thread runs commands beside them, which wait for storage and use no communicator; one
+thread reads the driver's messages (commands, abort, exit; an end of file means that the driver is gone: the process
+ends at once); one thread sends a beat every `heartbeat_s`, even during a long command.
 """
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -27,7 +29,10 @@ from nereus.runtime.waiting import CommunicatorError
 
 # A command in flight when the worker is told to exit gets this long to notice the abort flag.
 _EXIT_GRACE_S = 1.0
+_Command = tuple[int, str, dict[str, Any]]
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+# The thread beside the main one gets this much less of a core that both want (Linux has a niceness for each thread).
+_BESIDE_NICENESS = 5
 _CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 
 
@@ -54,6 +59,7 @@ class WorkerContext:
         store_address: host and port of the driver's TCPStore, for communicators.
         abort: set when every wait for peers must end.
         threads: torch threads of this worker.
+        host_cores: cores that threads beside the main one may use.
         baseline_rss_bytes: resident bytes before the first tensor.
     """
 
@@ -62,6 +68,7 @@ class WorkerContext:
     store_address: tuple[str, int]
     abort: threading.Event
     threads: int
+    host_cores: frozenset[int] = frozenset()
     baseline_rss_bytes: int = 0
     _file_backed_bytes: int = field(default=0, repr=False)
     _baseline_file_backed_bytes: int = field(default=0, repr=False)
@@ -137,9 +144,10 @@ def run_worker(
 ) -> None:
     """Be the worker of `device` until the driver says exit or is gone; never returns."""
     code = 1
+    host_cores = frozenset(os.sched_getaffinity(0))
     try:
         _set_up_process(settings, device, cores)
-        _Worker(MessageStream(connection), settings, service, device).run()
+        _Worker(MessageStream(connection), settings, service, device, host_cores).run()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -150,23 +158,33 @@ def run_worker(
 
 
 class _Worker:
-    """The three threads of a worker around one service."""
+    """The four threads of a worker around one service."""
 
-    def __init__(self, stream: MessageStream, settings: WorkerSettings, service: type, device: int) -> None:
+    def __init__(
+        self,
+        stream: MessageStream,
+        settings: WorkerSettings,
+        service: type,
+        device: int,
+        host_cores: frozenset[int],
+    ) -> None:
         self._stream = stream
         self._settings = settings
         self._service_class = service
         self._device = device
+        self._host_cores = host_cores
         self._abort = threading.Event()
         self._finished = threading.Event()
-        self._commands: queue.SimpleQueue[tuple[int, str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._beside: queue.SimpleQueue[tuple[object, _Command]] = queue.SimpleQueue()
+        self._service: object = None
 
     def run(self) -> None:
         """Make the service, then run commands until told to exit."""
-        for target in (self._receive, self._beat):
+        for target in (self._receive, self._beat, self._run_beside):  # before the cap: their stacks don't count
             threading.Thread(target=target, daemon=True).start()
         try:
-            service = self._service_class(self._make_context())
+            service = self._service = self._service_class(self._make_context())
         except Exception as error:
             self._stream.send(("failed", 0, _describe_error(error)))
             return
@@ -185,7 +203,12 @@ class _Worker:
         if on_cuda:
             torch.cuda.set_device(torch_device)
         context = WorkerContext(
-            self._device, torch_device, self._settings.store_address, self._abort, self._settings.threads
+            self._device,
+            torch_device,
+            self._settings.store_address,
+            self._abort,
+            self._settings.threads,
+            self._host_cores,
         )
         if self._settings.memory_bytes is not None and not on_cuda:
             limit = _read_status_bytes("VmData") + self._settings.memory_bytes
@@ -198,6 +221,20 @@ class _Worker:
         except Exception as error:  # also of a result that can't be pickled: that fails before anything is sent
             self._stream.send(("failed", number, _describe_error(error)))
 
+    def _run_beside(self) -> None:
+        """Run the commands that go beside the others, on whatever core has time."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BESIDE_NICENESS)
+        while True:
+            service, command = self._beside.get()
+            with contextlib.suppress(OSError):  # the driver pins all threads whenever workers come or go
+                os.sched_setaffinity(0, self._host_cores)
+            try:
+                self._run_command(service, *command)
+            except OSError:  # the driver is gone; the thread that receives ends this process
+                return
+            del command
+
     def _receive(self) -> None:
         """Take the driver's messages; its end of file ends this process, whatever it does."""
         try:
@@ -205,6 +242,8 @@ class _Worker:
                 kind, *rest = self._stream.receive()
                 if kind == "command":
                     self._commands.put((rest[0], rest[1], rest[2]))
+                elif kind == "beside":
+                    self._beside.put((self._service, (rest[0], rest[1], rest[2])))
                 elif kind == "abort":
                     self._abort.set()
                 elif kind == "exit":

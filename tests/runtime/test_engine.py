@@ -200,6 +200,10 @@ class PaperEngine(Engine):
             threading.Timer(seconds, end).start()
         return future
 
+    def submit_beside(self, device: int, method: str, /, **kwargs: Any) -> Future:
+        """Nothing runs beside."""
+        raise NotImplementedError
+
     def abort(self) -> None:
         """Fail what still waits, as workers do."""
         self.aborted = True

@@ -1,0 +1,161 @@
+"""How a run is opened: begun in a free directory or gone on with, by one driver at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nereus.commits import Commit, live_commits
+from nereus.config import RunConfig
+from nereus.resume import RecordedRun, check_resume, compute_identity, fit_plan, read_recorded, staging_root
+from nereus.runtime.job import Job, prepare_job
+from nereus.runtime.run_dir import RunDir
+from storage.errors import describe_error, hide_credentials
+from storage.journal import Journal
+from storage.owner import Owner, RunExists
+from storage.small_files import list_names
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that this process drives.
+
+    Attributes:
+        run_id: as it was when the run was begun.
+        commits: what a run that goes on may go on from, by step; None for a new run.
+        staging_root: where its staged sets lie.
+    """
+
+    run_id: str
+    job: Job
+    identity: dict[str, str]
+    run_dir: RunDir
+    owner: Owner
+    staging_root: str
+    commits: tuple[Commit, ...] | None
+
+    @property
+    def is_new(self) -> bool:
+        return self.commits is None
+
+    def close(self) -> None:
+        """Give the run up in good order."""
+        self.owner.close()
+
+    def undo(self) -> None:
+        """Leave nothing behind of a new run whose start failed: the mended config may use its directory."""
+        if self.is_new:  # forgotten while it is ours: after that the directory may be another run's
+            with suppress(Exception):  # a store that is gone must not hide why the start failed
+                self.owner.check()
+                self.run_dir.forget()
+        self.close()
+
+
+def open_run(config: RunConfig, *, run_id: str, flow_run_id: str | None, resume_from: str | None) -> OpenRun:
+    """Check everything at the door and become the driver of the run.
+
+    It goes on where `resume_from` names a run, or where the run directory holds one that this very flow run has begun.
+
+    Raises:
+        ValueError: the config can't run, the directory holds another run, or another driver has it.
+    """
+    url = (resume_from or config.run_dir or os.path.join("runs", run_id)).rstrip("/")
+    recorded = read_recorded(url) if resume_from is not None or _is_own(url, flow_run_id) else None
+    if recorded is None:
+        return _open_new(config.model_copy(update={"run_dir": url}), run_id, flow_run_id)
+    if resume_from is not None and config.run_dir is None:
+        config = config.model_copy(update={"run_dir": url})
+    return _open_again(config, recorded, url, flow_run_id)
+
+
+def _is_own(url: str, flow_run_id: str | None) -> bool:
+    """Return whether the newest driver of the run in a directory, if there is one, worked for this flow run."""
+    if flow_run_id is None:
+        return False
+    try:
+        newest = Journal(url).newest("take_over")
+    except ValueError:
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise RunDir(url).unusable("read", error) from error
+    return newest is not None and newest.body.get("flow_run_id") == flow_run_id
+
+
+def _open_new(config: RunConfig, run_id: str, flow_run_id: str | None) -> OpenRun:
+    job = prepare_job(config)
+    identity = compute_identity(config)
+    assert config.run_dir is not None
+    run_dir, root = RunDir(config.run_dir), staging_root(config)
+    run_dir.check_free()
+    _check_root_is_free(root)
+    try:
+        run_dir.note_before()
+        body = _take_over_body(run_id, flow_run_id, config, identity)
+        owner = Owner.take_over(run_dir.url, body, lease_s=config.staging.lease_s, new=True)
+    except RunExists:
+        raise run_dir.taken() from None
+    except OSError as error:
+        raise run_dir.unusable("written", error) from error
+    run = OpenRun(run_id, job, identity, run_dir, owner, root, None)
+    try:
+        run_dir.write_config(config)
+    except Exception as error:  # every store has errors of its own
+        run.undo()
+        raise run_dir.unusable("written", error) from error
+    return run
+
+
+def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id: str | None) -> OpenRun:
+    identity = compute_identity(config)
+    check_resume(recorded.config, recorded.identity, config, identity)
+    config, note = fit_plan(recorded.config, config)
+    if note is not None:
+        logger.warning(note)
+    job, run_dir = prepare_job(config), RunDir(url)
+    body = _take_over_body(recorded.run_id, flow_run_id, config, identity)
+    try:
+        owner = Owner.take_over(url, body, lease_s=config.staging.lease_s, new=False)
+    except OSError as error:
+        raise run_dir.unusable("written", error) from error
+    commits = live_commits(owner.journal.entries())
+    run = OpenRun(recorded.run_id, job, identity, run_dir, owner, staging_root(config), commits)
+    try:
+        run_dir.write_config(config)
+    except Exception as error:  # every store has errors of its own
+        run.close()
+        raise run_dir.unusable("written", error) from error
+    return run
+
+
+def _take_over_body(
+    run_id: str, flow_run_id: str | None, config: RunConfig, identity: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "run_id": run_id,
+        "flow_run_id": flow_run_id,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "config": config.model_dump(mode="json"),
+        "identity": identity,
+    }
+
+
+def _check_root_is_free(root: str) -> None:
+    """Refuse a new run whose staged sets would lie among those of another one."""
+    try:
+        names = list_names(root)
+    except Exception as error:  # every store has errors of its own
+        where = hide_credentials(root)
+        raise ValueError(
+            f"staging.root: {where} can't be read ({describe_error(error)}); choose another directory."
+        ) from error
+    if any(name.startswith("step-") for name in names):
+        raise ValueError(
+            f"staging.root: {hide_credentials(root)} holds the staged state of another run; choose another directory."
+        )

@@ -1,0 +1,119 @@
+"""A worker's part of staged state: its shards, written from live tensors or from copies, and its slices read back.
+
+Writing runs in the worker's second thread while the main one generates and infers: nobody changes these tensors then,
+and nothing here uses a communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nereus.limits import RESTORE_BUFFER_BYTES
+from nereus.model.decoder import DecoderShard
+from nereus.model.spec import ModelSpec
+from nereus.runtime.training import TrainingUnit
+from nereus.runtime.weight_sync import SliceStore
+from nereus.staged_state import PREFIXES, ShardOrder, base_name, staged_shapes, wanted_slices
+from storage.manifest import DamagedState, ShardRecord
+from storage.shard_writer import ShardWriter
+from storage.slices import TensorSlice
+from storage.state_reader import StateReader
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a training model-stage counts: updates done, and updates skipped since the last one."""
+
+    updates: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What reading a group back came to: bytes of tensors read, and what was wrong with the set, if anything."""
+
+    num_bytes: int
+    damage: str | None = None
+
+
+class StagedUnit:
+    """The tensors of one training model-stage on this device, by their names in staged state."""
+
+    def __init__(self, shard: DecoderShard, training: TrainingUnit) -> None:
+        self.shard, self.training = shard, training
+        self.shapes = staged_shapes(shard.spec)
+        optimizer = training.optimizer
+        maps = (training.masters, optimizer.exp_avg, optimizer.exp_avg_sq)
+        self._stores = {prefix: SliceStore(shard, tensors) for prefix, tensors in zip(PREFIXES, maps, strict=True)}
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.shard.spec
+
+    def find(self, part: TensorSlice) -> Tensor:
+        """Return the live memory of a slice that this rank holds."""
+        name = base_name(part.name)
+        prefix = part.name.removesuffix(name)
+        return self._stores[prefix].find(TensorSlice(name, part.starts, part.sizes))
+
+    def restore(self, group: str, folder: str, shards: Sequence[ShardRecord], counters: Counters) -> Restored:
+        """Fill parameters, moments and counters from a committed set; damage is told, not raised."""
+        wanted = [(part, self.find(part)) for part in wanted_slices(self.spec, self.shard.layout, self.shard.rank)]
+        reader = StateReader(folder, group, wanted, buffer_bytes=RESTORE_BUFFER_BYTES)
+        try:
+            for record in shards:
+                reader.feed(record)
+            reader.finish()
+        except (DamagedState, FileNotFoundError) as error:
+            return Restored(reader.bytes_read, str(error))
+        finally:
+            reader.close()
+        self.training.optimizer.updates = counters.updates
+        self.training.skipped_in_a_row = counters.skipped_in_a_row
+        self.training.refresh_compute_weights()
+        return Restored(reader.bytes_read)
+
+
+class ShardWorks:
+    """The shards that this device writes for each commit, and copies of those that an update would overwrite."""
+
+    def __init__(self, orders: Sequence[ShardOrder], units: Mapping[str, StagedUnit]) -> None:
+        self._orders = {order.file: order for order in orders}
+        self._units = units
+        self._copies: dict[str, list[Tensor]] = {}
+
+    def write(self, folder: str, file: str) -> ShardRecord:
+        """Write one shard; its copy, if there is one, is freed."""
+        order = self._orders[file]
+        unit = self._units[order.group]
+        tensors = self._copies.get(file) or [unit.find(piece) for piece in order.pieces]
+        writer = ShardWriter(folder, group=order.group, file=file)
+        try:
+            for piece, tensor in zip(order.pieces, tensors, strict=True):
+                writer.add(piece, unit.shapes[piece.name], tensor)
+            record = writer.finish_shard()
+        except BaseException:
+            writer.abandon()
+            raise
+        self._copies.pop(file, None)
+        return record
+
+    @torch.no_grad()
+    def preserve(self, files: Collection[str]) -> None:
+        """Copy what these shards hold, so that updates may change the live tensors."""
+        for file in files:
+            order = self._orders[file]
+            live = [self._units[order.group].find(piece) for piece in order.pieces]
+            flat = torch.empty(sum(t.numel() for t in live), dtype=live[0].dtype, device=live[0].device)
+            copies = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in live]), live, strict=True)]
+            for copy, tensor in zip(copies, live, strict=True):
+                copy.copy_(tensor)
+            self._copies[file] = copies
+
+    def drop_copies(self) -> None:
+        """Free all copies, after a commit that was given up."""
+        self._copies.clear()

@@ -1,0 +1,166 @@
+"""The shards of one commit on their way: which wait, which are under way, which are written, and which must hurry.
+
+One thread runs `write_all`; others say with `make_way` that an update is due, and wait there until it can do no harm.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from nereus.runtime.engine import CommandFailed, Engine, WorkerLost
+from nereus.staged_state import ShardOrder
+from storage.manifest import ShardRecord
+
+# Shards that a worker has been told to write and hasn't finished: one is written, the next one is known.
+SHARDS_IN_FLIGHT = 2
+# A shard that fails this often ends the commit.
+MOST_TRIES = 3
+
+
+class ShardFailed(RuntimeError):
+    """A shard could not be written; the text says where and why."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A command under way: one shard to write, or shards to copy."""
+
+    device: int
+    orders: tuple[ShardOrder, ...]
+    is_copy: bool
+
+
+class ShardQueue:
+    """Has the workers of an engine write the shards of one set."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: str,
+        orders: Mapping[int, Sequence[ShardOrder]],
+        spare_bytes: Mapping[int, int],
+    ) -> None:
+        """Describe the work.
+
+        Args:
+            folder: of the set, any fsspec URL.
+            orders: per device what its worker writes; it holds the same orders.
+            spare_bytes: per device what copies of unwritten shards may take.
+        """
+        self._engine, self._folder = engine, folder
+        self._waiting = {device: deque(given) for device, given in orders.items()}
+        self._room = dict(spare_bytes)
+        self._order = [order.file for given in orders.values() for order in given]
+        self._at_risk: dict[str, set[str]] = {}  # per group the files that an update would spoil
+        for order in (order for given in orders.values() for order in given):
+            self._at_risk.setdefault(order.group, set()).add(order.file)
+        self._events: queue.SimpleQueue[Future | str | None] = queue.SimpleQueue()
+        self._sent: dict[Future, _Sent] = {}
+        self._writing: Counter[int] = Counter()
+        self._tries: Counter[str] = Counter()
+        self._records: dict[str, ShardRecord] = {}
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def write_all(self) -> tuple[ShardRecord, ...]:
+        """Write all shards; returns when every one is complete in the folder.
+
+        Raises:
+            ShardFailed: a shard failed again and again, its worker was lost, or `stop` was called.
+        """
+        try:
+            while len(self._records) < len(self._order):
+                for device in self._waiting:
+                    self._submit(device)
+                event = self._events.get()
+                if event is None:
+                    raise ShardFailed("there was no time left")
+                if isinstance(event, str):
+                    self._hurry(event)
+                else:
+                    self._take(event)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+        return tuple(self._records[file] for file in self._order)
+
+    def make_way(self, group: str) -> None:
+        """Return when updates of a group can't spoil a shard any more: all are written or copied, or given up."""
+        with self._changed:
+            if self._at_risk.get(group):
+                self._events.put(group)
+                self._changed.wait_for(lambda: self._ended or not self._at_risk[group])
+
+    def stop(self) -> None:
+        """Make `write_all` give up."""
+        self._events.put(None)
+
+    def drain(self) -> None:
+        """Wait until no worker is busy with this any more, and free the copies; after a failure."""
+        for future in self._sent:
+            future.exception()
+        frees = [self._engine.submit_beside(device, "drop_shard_copies") for device in self._waiting]
+        for future in frees:
+            future.exception()
+
+    def _submit(self, device: int) -> None:
+        """Keep a worker busy."""
+        while self._waiting[device] and self._writing[device] < SHARDS_IN_FLIGHT:
+            order = self._waiting[device].popleft()
+            self._writing[device] += 1
+            self._send(_Sent(device, (order,), False), "write_shard", folder=self._folder, file=order.file)
+
+    def _send(self, sent: _Sent, method: str, **arguments: Any) -> None:
+        future = self._engine.submit_beside(sent.device, method, **arguments)
+        self._sent[future] = sent
+        future.add_done_callback(self._events.put)
+
+    def _hurry(self, group: str) -> None:
+        """An update of `group` is due: have its waiting shards copied while there is room, and write the rest first."""
+        for device, waiting in self._waiting.items():
+            mine = [order for order in waiting if order.file in self._at_risk[group]]
+            copied: list[ShardOrder] = []
+            while mine and mine[-1].num_bytes <= self._room.get(device, 0):
+                copied.append(mine.pop())
+                self._room[device] -= copied[-1].num_bytes
+            if copied:
+                files = [order.file for order in copied]
+                self._send(_Sent(device, tuple(copied), True), "preserve_shards", files=files)
+            for order in reversed(mine):
+                waiting.remove(order)
+                waiting.appendleft(order)
+
+    def _take(self, future: Future) -> None:
+        """Take note of the end of a command."""
+        sent = self._sent.pop(future)
+        error = future.exception()
+        if isinstance(error, WorkerLost):
+            raise ShardFailed(str(error))
+        assert error is None or isinstance(error, CommandFailed), f"engine failed with {error!r}"
+        if sent.is_copy:
+            if error is None:
+                self._is_safe(sent.orders)
+            return  # without the memory for it the update waits until they are written
+        (order,) = sent.orders
+        self._writing[sent.device] -= 1
+        if error is None:
+            self._records[order.file] = future.result()
+            self._is_safe(sent.orders)
+            return
+        self._tries[order.file] += 1
+        if self._tries[order.file] >= MOST_TRIES:
+            raise ShardFailed(f"{order.file} of device {sent.device}: {error.message}")
+        self._waiting[sent.device].append(order)
+
+    def _is_safe(self, orders: Sequence[ShardOrder]) -> None:
+        with self._changed:
+            for order in orders:
+                self._at_risk[order.group].discard(order.file)
+            self._changed.notify_all()

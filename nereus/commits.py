@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from storage.errors import hide_credentials
 from storage.journal import Entry
-from storage.manifest import DamagedState, Manifest
+from storage.manifest import MANIFEST_NAME, DamagedState, Manifest
 from storage.retention import being_read
+from storage.small_files import file_exists
 from storage.state import read_state
 from storage.urls import join_url
 
@@ -56,12 +57,11 @@ def read_commit(root: str, commit: Commit) -> Manifest:
         OSError: it can't be read.
     """
     url = join_url(root, commit.set_name)
-    try:
-        manifest = read_state(url)
-    except FileNotFoundError:
+    if not file_exists(join_url(url, MANIFEST_NAME)):
         raise DamagedState(
             f"{hide_credentials(url)} is gone, though step {commit.step} was committed there; use another commit."
-        ) from None
+        )
+    manifest = read_state(url)
     if manifest.checksum != commit.manifest or manifest.step != commit.step:
         raise DamagedState(
             f"{hide_credentials(url)}/manifest.json is not the one that was committed for step {commit.step}; "
@@ -71,9 +71,11 @@ def read_commit(root: str, commit: Commit) -> Manifest:
 
 
 @contextmanager
-def reading(root: str, set_name: str) -> Iterator[None]:
-    """Keep a set from being removed while it is read, where the store lets us say so."""
+def reading(url: str) -> Iterator[None]:
+    """Keep a set from being retired while it is read, where its place is a run's and lets us say so."""
+    root, _, name = url.rstrip("/").rpartition("/")
     with ExitStack() as stack:
-        with suppress(OSError):  # a reader without the right to write: the run can't know of it
-            stack.enter_context(being_read(root, set_name))
+        # A folder of another name is no run's; of a reader without the right to write the run can't know.
+        with suppress(OSError, ValueError):
+            stack.enter_context(being_read(root, name))
         yield

@@ -1,45 +1,197 @@
-"""Hands out a finished run's actor as a Hugging Face checkpoint."""
+"""Hands out what a run has trained, at any step that is committed, as a Hugging Face checkpoint."""
+
+from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from fsspec import AbstractFileSystem
+from torch import Tensor
 
+from nereus.commits import Commit, live_commits, read_commit, reading
+from nereus.identity import checkpoint_of, parse_spec, tokenizer_of
+from nereus.model.export import abandon_export, begin_export, finish_export, write_slices
+from nereus.model.spec import ModelSpec, tensors
+from nereus.origin import GROUPS, SPECS, Role
+from nereus.resume import RecordedRun, read_recorded, staging_root
+from nereus.tensor_source import StateSource, TensorSource, check_tensors
 from storage.errors import describe_error, hide_credentials
-from storage.urls import local_path, open_filesystem
+from storage.manifest import DamagedState
+from storage.slices import TensorSlice
+from storage.urls import join_url, local_path, open_filesystem
 
+OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 _CHUNK_BYTES = 2**24
 
 
-def export_run(run_dir: str, out: str) -> list[str]:
-    """Copy the checkpoint that a run ended with to `out` and return the names of its files.
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
 
-    On local disk `out` appears whole or not at all. In an object store config.json comes last: a folder without it is
-    no checkpoint.
+    Attributes:
+        files: their names in the new folder.
+        step: of the commit that was read; None when RUN_DIR/final was copied.
+        notes: what the user should know, in sentences.
+    """
+
+    files: tuple[str, ...]
+    step: int | None
+    notes: tuple[str, ...] = ()
+
+
+def export_run(
+    run_dir: str, out: str, *, role: Role = "actor", step: int | None = None, on_progress: OnProgress | None = None
+) -> Exported:
+    """Write the actor or critic of a run as a Hugging Face checkpoint that `transformers` loads.
+
+    It is read from the newest intact commit, every byte checked, in bounded memory: so an export of a run that was
+    made longer never hands out what an earlier end had left in RUN_DIR/final. That folder is copied where the run has
+    no commits left. On local disk `out` appears whole or not at all. In an object store config.json comes last: a
+    folder without it is no checkpoint.
 
     Args:
-        run_dir: of a finished run; any fsspec URL.
+        run_dir: any fsspec URL.
         out: directory or URL; it must not exist or be empty.
+        step: of the commit to read; None means the newest.
+        on_progress: called as bytes are read.
 
     Raises:
-        ValueError: no run, no checkpoint in it, `out` holds files already, or one of them can't be read or written.
+        ValueError: no run, no such commit, `out` holds files already, or something can't be read or written.
     """
     run_dir, out = run_dir.rstrip("/"), out.rstrip("/")
+    if role not in GROUPS:
+        raise ValueError(f"role is {role!r}; it must be actor or critic.")
+    try:
+        source, source_path = open_filesystem(f"{run_dir}/final")
+        has_final = source.exists(f"{source_path}/config.json")
+        has_journal = source.exists(f"{source_path.removesuffix('/final')}/journal")
+        check_new(out)
+    except ValueError:
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise _refusal(run_dir, out, error) from error
+    notes: list[str] = []
+    run = read_recorded(run_dir) if has_journal else None
+    for commit in reversed(live_commits(run.entries)) if run is not None else ():
+        if step not in (None, commit.step):
+            continue
+        try:
+            assert run is not None
+            return _export_commit(run, commit, out, role, on_progress, tuple(notes))
+        except DamagedState as error:
+            notes.append(str(error))
+        except OSError as error:
+            raise _refusal(run_dir, out, error) from error
+    if step is None and role == "actor" and has_final:
+        return Exported(tuple(_copy_final(run_dir, out)), None, tuple(notes))
+    raise _nothing(run_dir, run, role, step, notes)
+
+
+def _nothing(run_dir: str, run: RecordedRun | None, role: str, step: int | None, notes: Sequence[str]) -> ValueError:
+    where = hide_credentials(run_dir)
+    if notes:
+        return ValueError(f"{where} holds no commit that is intact: {notes[0]}")
+    if run is None:
+        what = "no finished run (no final/config.json)" if step is None and role == "actor" else "no commits"
+        return ValueError(f"{where} holds {what}; give a run that has ended or one that was started with this version.")
+    steps = ", ".join(str(commit.step) for commit in live_commits(run.entries))
+    if step is not None and steps:
+        return ValueError(f"{where} has no commit of step {step}; the steps that it has are {steps}.")
+    return ValueError(f"{where} holds no commit yet; wait for the end of its first step.")
+
+
+def _export_commit(
+    run: RecordedRun, commit: Commit, out: str, role: Role, on_progress: OnProgress | None, notes: tuple[str, ...]
+) -> Exported:
+    root = staging_root(run.config)
+    url = join_url(root, commit.set_name)
+    with reading(url):
+        manifest = read_commit(root, commit)
+        source = StateSource(url, manifest, GROUPS[role])
+        files = write_checkpoint(
+            source,
+            parse_spec(run.identity[f"{SPECS[role]}.spec"]),
+            out,
+            where=hide_credentials(url),
+            config_from=checkpoint_of(run.config, SPECS[role]),
+            tokenizer_from=tokenizer_of(run.config),
+            on_progress=on_progress,
+        )
+    return Exported(files, commit.step, notes)
+
+
+def write_checkpoint(
+    source: TensorSource,
+    spec: ModelSpec,
+    out: str,
+    *,
+    where: str,
+    config_from: str | None,
+    tokenizer_from: str | None,
+    pp: int = 1,
+    on_progress: OnProgress | None = None,
+) -> tuple[str, ...]:
+    """Copy all parameters of a model into a new Hugging Face checkpoint, in the dtype that they are stored in.
+
+    Args:
+        where: what the source is called in messages.
+        config_from, tokenizer_from: as in `begin_export`.
+        pp: pipeline stages that share no file.
+
+    Returns:
+        The names of the files in `out`.
+
+    Raises:
+        DamagedState: a byte of the source is not what was written; nothing is left of the copy.
+        ValueError: as `begin_export`, or the source is of another model.
+    """
+    check_tensors(source, spec, where)
+    dtypes = {source.dtypes[name] for name in tensors(spec)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    plan = begin_export(out, spec, dtype=dtype, config_from=config_from, tokenizer_from=tokenizer_from, pp=pp)
+    try:
+        files = tuple(sorted(os.listdir(plan.folder)))
+        written = write_slices(plan, _read_all(source, spec, on_progress))
+        finish_export(plan, written_bytes=written)
+    except BaseException:
+        abandon_export(plan)
+        raise
+    return files
+
+
+def _read_all(
+    source: TensorSource, spec: ModelSpec, on_progress: OnProgress | None
+) -> Iterator[tuple[TensorSlice, Tensor]]:
+    names = list(tensors(spec))
+    total = sum(TensorSlice(n, (0,) * len(s), s).num_elements * source.dtypes[n].itemsize
+                for n, s in ((name, source.shapes[name]) for name in names))  # fmt: skip
+    done = 0
+    for parts in source.batches(names):
+        read = source.read(parts)
+        done += sum(tensor.nbytes for tensor in read)
+        yield from zip(parts, read, strict=True)
+        if on_progress is not None:
+            on_progress(done, total)
+
+
+def check_new(out: str) -> None:
+    """Raise ValueError unless `out` is a place where nothing is yet."""
+    filesystem, path = open_filesystem(out)
+    filesystem.invalidate_cache()
+    if filesystem.exists(path) and (not filesystem.isdir(path) or bool(filesystem.find(path))):
+        raise ValueError(f"{hide_credentials(out)} is not empty; give a new directory.")
+
+
+# RUN_DIR/final
+
+
+def _copy_final(run_dir: str, out: str) -> list[str]:
     try:
         source, source_path = open_filesystem(f"{run_dir}/final")
         target, target_path = open_filesystem(out)
-        has_checkpoint = source.exists(f"{source_path}/config.json")
-        is_taken = target.exists(target_path) and (not target.isdir(target_path) or bool(target.find(target_path)))
-    except Exception as error:  # every store has errors of its own
-        raise _refusal(run_dir, out, error) from error
-    if not has_checkpoint:
-        raise ValueError(
-            f"{hide_credentials(run_dir)} holds no finished run (no final/config.json); give a run that has ended."
-        )
-    if is_taken:
-        raise ValueError(f"{hide_credentials(out)} is not empty; give a new directory.")
-    try:
         names = [path.removeprefix(source_path).lstrip("/") for path in source.find(source_path)]
         if local_path(out) is None:
             names.sort(key=lambda name: name == "config.json")
@@ -79,4 +231,4 @@ def _copy(
 
 def _refusal(run_dir: str, out: str, error: Exception) -> ValueError:
     run_dir, out = hide_credentials(run_dir), hide_credentials(out)
-    return ValueError(f"{run_dir}/final can't be copied to {out} ({describe_error(error)}); nothing is exported.")
+    return ValueError(f"{run_dir} can't be exported to {out} ({describe_error(error)}); nothing is exported.")

@@ -31,14 +31,11 @@ def compute_identity(config: RunConfig) -> dict[str, str]:
         ValueError: something that the config names is missing or can't be read.
     """
     seen: dict[str, str] = {}
-    identity = {}
-    for role, model in _models(config).items():
-        identity[role] = _weights_of(config, role, model, seen)
+    identity = {role: _weights_of(config, role, seen) for role in _models(config)}
     prompts = resolve_path(config.data.prompts)
     _check_relative("data.prompts", prompts)
     identity["prompts"] = fingerprint_prompts(prompts)
-    tiny = config.model.tiny
-    identity["tokenizer"] = _hash_tokenizer(_folder(config.model.path if tiny is None else tiny.tokenizer))
+    identity["tokenizer"] = _hash_tokenizer(tokenizer_of(config))
     if config.reward.model is not None:
         identity["reward_tokenizer"] = _hash_tokenizer(_folder(config.reward.model))
     for role in ("model", "critic"):
@@ -49,10 +46,25 @@ def compute_identity(config: RunConfig) -> dict[str, str]:
 def spec_of(config: RunConfig, role: str) -> ModelSpec:
     """Return the spec of a config's `model` (the actor) or `critic`."""
     head: Head = "value" if role == "critic" else "lm"
-    model = _models(config)[role]
-    if model.path is None and model.tiny is None:
-        model = config.model
+    model = _own_or_actors(config, role)
     return read_spec(_folder(model.path), head=head) if model.tiny is None else tiny_spec(model.tiny, head)
+
+
+def checkpoint_of(config: RunConfig, role: str) -> str | None:
+    """Return the Hugging Face folder that the config's `model` or `critic` began with; None for a random one."""
+    model = _own_or_actors(config, role)
+    return _folder(model.path) if model.tiny is None else None
+
+
+def tokenizer_of(config: RunConfig) -> str:
+    """Return the folder of the actor's tokenizer."""
+    tiny = config.model.tiny
+    return _folder(config.model.path if tiny is None else tiny.tokenizer)
+
+
+def _own_or_actors(config: RunConfig, role: str) -> OptionalModelConfig:
+    model = _models(config)[role]
+    return config.model if model.path is None and model.tiny is None else model
 
 
 def parse_spec(text: str) -> ModelSpec:
@@ -76,10 +88,9 @@ def _models(config: RunConfig) -> dict[str, OptionalModelConfig]:
     return models
 
 
-def _weights_of(config: RunConfig, role: str, model: OptionalModelConfig, seen: dict[str, str]) -> str:
-    owner = role
-    if model.path is None and model.tiny is None:
-        model, owner = config.model, "model"
+def _weights_of(config: RunConfig, role: str, seen: dict[str, str]) -> str:
+    model = _own_or_actors(config, role)
+    owner = "model" if model is config.model else role
     if model.tiny is not None:  # drawn from the seed, for one owner
         sizes = model.tiny.model_dump_json(exclude={"tokenizer"})
         return f"tiny:{owner}:{xxhash.xxh3_64_hexdigest(sizes.encode())}"

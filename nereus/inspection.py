@@ -9,6 +9,7 @@ from typing import Any
 from nereus.commits import Commit, list_commits, live_commits, read_commit, reading
 from nereus.resume import RecordedRun, read_recorded, staging_root
 from storage.errors import describe_error, hide_credentials
+from storage.journal import DamagedJournal
 from storage.manifest import MANIFEST_NAME, DamagedState, Manifest
 from storage.state import read_state, verify_state
 from storage.urls import join_url, open_filesystem
@@ -80,12 +81,13 @@ class Inspection:
     retired: tuple[tuple[int, str], ...] = ()
     uncommitted: tuple[str, ...] = ()
     take_overs: tuple[Mapping[str, Any], ...] = ()
+    journal_damage: tuple[str, ...] = ()
     verified: bool = False
 
     @property
     def damage(self) -> tuple[str, ...]:
         """Everything that is wrong, in sentences."""
-        return tuple(sentence for report in self.sets for sentence in report.damage)
+        return (*self.journal_damage, *(sentence for report in self.sets for sentence in report.damage))
 
     def to_record(self) -> dict[str, Any]:
         """Return what `nereus inspect --json` prints."""
@@ -119,12 +121,9 @@ def inspect(url: str, *, verify: bool = False, on_bytes: OnBytes | None = None) 
         filesystem, path = open_filesystem(url)
         filesystem.invalidate_cache()
         if filesystem.exists(join_url(path, MANIFEST_NAME)):
-            root, _, name = url.rpartition("/")
-            with reading(root, name):
-                report = _report(url, None, lambda: read_state(url), verify=verify, on_bytes=on_bytes)
-            return Inspection(url, "state", (report,), verified=verify)
+            return Inspection(url, "state", (_report_alone(url, verify, on_bytes),), verified=verify)
         if filesystem.exists(join_url(path, "journal")) or filesystem.exists(join_url(path, "run.yaml")):
-            return _inspect_run(url, verify=verify, on_bytes=on_bytes)
+            return _inspect_run(url, verify, on_bytes)
         names = [name for name in _sets_in(url) if filesystem.exists(join_url(join_url(path, name), MANIFEST_NAME))]
     except ValueError:
         raise
@@ -135,24 +134,27 @@ def inspect(url: str, *, verify: bool = False, on_bytes: OnBytes | None = None) 
             f"{hide_credentials(url)} holds neither a run nor committed state (no {MANIFEST_NAME}); "
             "give a run's directory or the folder of a staged set."
         )
-    reports = [_report_in(url, name, verify=verify, on_bytes=on_bytes) for name in names]
-    return Inspection(url, "sets", tuple(reports), verified=verify)
+    reports = tuple(_report_alone(join_url(url, name), verify, on_bytes) for name in names)
+    return Inspection(url, "sets", reports, verified=verify)
 
 
-def _inspect_run(run_dir: str, *, verify: bool, on_bytes: OnBytes | None) -> Inspection:
-    run = read_recorded(run_dir)
-    for _ in range(3):  # a run that goes on may retire what we are about to read
-        inspection = _inspect_recorded(run_dir, run, verify=verify, on_bytes=on_bytes)
-        if not inspection.damage:
-            break
-        again = read_recorded(run_dir)
-        if len(again.entries) == len(run.entries):
-            break
-        run = again
-    return inspection
+def _inspect_run(run_dir: str, verify: bool, on_bytes: OnBytes | None) -> Inspection:
+    try:
+        run = read_recorded(run_dir)
+        for _ in range(3):  # a run that goes on may retire what we are about to read
+            inspection = _inspect_recorded(run_dir, run, verify, on_bytes)
+            if not inspection.damage:
+                break
+            again = read_recorded(run_dir)
+            if len(again.entries) == len(run.entries):
+                break
+            run = again
+        return inspection
+    except DamagedJournal as error:  # without it nobody knows which sets are commits
+        return Inspection(run_dir, "run", (), journal_damage=(str(error),), verified=verify)
 
 
-def _inspect_recorded(run_dir: str, run: RecordedRun, *, verify: bool, on_bytes: OnBytes | None) -> Inspection:
+def _inspect_recorded(run_dir: str, run: RecordedRun, verify: bool, on_bytes: OnBytes | None) -> Inspection:
     root = staging_root(run.config)
     present = _sets_in(root)
     live = live_commits(run.entries)
@@ -163,7 +165,7 @@ def _inspect_recorded(run_dir: str, run: RecordedRun, *, verify: bool, on_bytes:
     return Inspection(
         run_dir,
         "run",
-        tuple(_report_commit(root, commit, verify=verify, on_bytes=on_bytes) for commit in shown),
+        tuple(_report_commit(root, commit, verify, on_bytes) for commit in shown),
         run_id=run.run_id,
         steps=run.config.steps,
         retired=tuple((commit.step, commit.set_name) for commit in list_commits(run.entries)
@@ -191,29 +193,27 @@ def _sets_in(root: str) -> list[str]:
     return sorted(name for name in names if name.startswith("step-"))
 
 
-def _report_commit(root: str, commit: Commit, *, verify: bool, on_bytes: OnBytes | None) -> SetReport:
-    url = join_url(root, commit.set_name)
-    with reading(root, commit.set_name):
-        return _report(url, commit.step, lambda: read_commit(root, commit), verify=verify, on_bytes=on_bytes)
+def _report_commit(root: str, commit: Commit, verify: bool, on_bytes: OnBytes | None) -> SetReport:
+    return _report(join_url(root, commit.set_name), commit.step, lambda: read_commit(root, commit), verify, on_bytes)
 
 
-def _report_in(root: str, name: str, *, verify: bool, on_bytes: OnBytes | None) -> SetReport:
-    url = join_url(root, name)
-    with reading(root, name):
-        return _report(url, None, lambda: read_state(url), verify=verify, on_bytes=on_bytes)
+def _report_alone(url: str, verify: bool, on_bytes: OnBytes | None) -> SetReport:
+    return _report(url, None, lambda: read_state(url), verify, on_bytes)
 
 
 def _report(
-    url: str, step: int | None, read: Callable[[], Manifest], *, verify: bool, on_bytes: OnBytes | None
+    url: str, step: int | None, read: Callable[[], Manifest], verify: bool, on_bytes: OnBytes | None
 ) -> SetReport:
     name = url.rsplit("/", 1)[-1]
     try:
         manifest = read()
         report = _describe(manifest, name, _written_at(url))
-        damage = verify_state(url, on_bytes=on_bytes) if verify else []
+        if not verify:
+            return report
+        with reading(url):
+            return replace(report, damage=tuple(verify_state(url, on_bytes=on_bytes)))
     except DamagedState as error:
         return SetReport(step, name, damage=(str(error),))
-    return replace(report, damage=tuple(damage))
 
 
 def _describe(manifest: Manifest, name: str, written_at: str | None) -> SetReport:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nereus.config import ConfigError, RunConfig, build_config
+from nereus.config import ConfigError, RunConfig, build_config, override_config
 from nereus.identity import compute_identity
 from nereus.runtime.job import prepare_job
 from storage.errors import describe_error, hide_credentials
 from storage.journal import Entry, Journal
 from storage.urls import local_path
 
-__all__ = ["RecordedRun", "check_resume", "compute_identity", "fit_plan", "read_recorded", "staging_root"]
+__all__ = ["RecordedRun", "check_resumable", "check_resume", "compute_identity", "fit_plan", "read_recorded",
+           "staging_root"]  # fmt: skip
 
 # What a resumed run may change: how it is executed, never what it computes.
 _EXECUTION = ("cluster", "plan", "staging.every", "staging.keep", "staging.lease_s", "tracking", "ppo.micro_batch",
@@ -197,17 +199,39 @@ def _short(fingerprint: str | None) -> str:
 def fit_plan(recorded: RunConfig, config: RunConfig) -> tuple[RunConfig, str | None]:
     """Return the config with a plan that fits the devices of now, and a note where that is not the config's own.
 
-    A plan that was only recorded gives way to `auto`'s where it doesn't fit; one that the user has given now must fit.
+    A plan that was only recorded gives way to `auto`'s where it doesn't fit; one that the user has given now must fit,
+    which `prepare_job` checks.
 
     Raises:
-        ValueError: as `prepare_job`.
+        ValueError: something beside the plan is wrong, as `prepare_job` says.
     """
+    if config.plan == "auto" or config.plan != recorded.plan:
+        return config, None
     try:
         prepare_job(config)
         return config, None
     except ValueError as error:
-        if config.plan == "auto" or config.plan != recorded.plan:
-            raise
         instead = config.model_copy(update={"plan": "auto"})
         prepare_job(instead)  # what is wrong beside the plan is raised as it is
         return instead, f"The recorded plan doesn't fit ({str(error).rstrip('.')}); the run goes on with `plan: auto`."
+
+
+def check_resumable(run_dir: str, overrides: Iterable[str]) -> RunConfig:
+    """Return the config that a run goes on with, checked as far as that is possible without being its driver.
+
+    Args:
+        overrides: dotted `key=value`, applied to what is recorded.
+
+    Raises:
+        ValueError: as `read_recorded`, `check_resume` and `prepare_job`.
+    """
+    run = read_recorded(run_dir)
+    config = override_config(run.config, overrides)
+    check_resume(run.config, run.identity, config, compute_identity(config))
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # the run itself warns
+    try:
+        prepare_job(fit_plan(run.config, config)[0])
+    finally:
+        logging.disable(before)
+    return config

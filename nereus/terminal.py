@@ -18,7 +18,7 @@ class RunView:
     """A listener for `nereus.progress.watch`; a context manager that cleans its live line up."""
 
     def __init__(self, console: Console):
-        self.opened = False
+        self.run_dir: str | None = None  # of the run that has been opened
         self._console = console
         self._plan: Mapping[str, Any] = {}
         self._live = Progress(
@@ -43,8 +43,8 @@ class RunView:
     def __call__(self, event: Event) -> None:
         """Show one event."""
         if event.kind == "opened":
-            self.opened = True
-            self._console.print(f"run   {event.data['run_dir']}", highlight=False)
+            self.run_dir = event.data["run_dir"]
+            self._console.print(f"run   {self.run_dir}", highlight=False)
             self._show_plan(event.data["plan"])
             self._console.print(_row(_HEADINGS), style="bold", highlight=False)
             self._live.update(self._bar, total=event.data["steps"], description="starting")

@@ -1,7 +1,8 @@
-"""`nereus run`: one PPO job through the Prefect flow, with live progress."""
+"""`nereus run` and `nereus resume`: a PPO job through the Prefect flow, with live progress."""
 
 import json
 import os
+import shlex
 import signal
 from typing import Annotated
 
@@ -9,8 +10,9 @@ import typer
 from rich.console import Console
 
 from nereus.cli.exits import fail, wrong_input_exits
-from nereus.cli.root import OverridesArgument, app
+from nereus.cli.root import OverridesArgument, RunDirArgument, app
 from nereus.config import RunConfig, load_config
+from storage.errors import hide_credentials
 
 
 @app.command()
@@ -29,24 +31,46 @@ def run(
     _run_flow(config)
 
 
-def _run_flow(config: RunConfig) -> None:
+@app.command()
+def resume(run_dir: RunDirArgument, overrides: OverridesArgument = None) -> None:
+    """Go on with a run from its last commit, on the devices that there are now."""
+    with wrong_input_exits():
+        from nereus.resume import check_resumable
+
+        config = check_resumable(run_dir, overrides or [])
+    _run_flow(config, resume_from=run_dir)
+
+
+def _run_flow(config: RunConfig, *, resume_from: str | None = None) -> None:
     """Run the flow in this process, show how it goes, and end the command if it fails."""
     _quiet_prefect()
     from flows.local import run_here
     from nereus.progress import watch
     from nereus.terminal import RunView
+    from storage.journal import FencedOff
 
     console = Console()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there are workers to free
     with RunView(console) as view, watch(view):
         try:
-            result = run_here(config)
+            result = run_here(config, **({} if resume_from is None else {"resume_from": resume_from}))
         except KeyboardInterrupt:
-            fail("Stopped; the workers are freed.", 1)
+            fail(_with_mend("Stopped; the workers are freed", view.run_dir or resume_from), 1)
+        except FencedOff as error:  # the run goes on without us
+            fail(str(error), 1)
         except Exception as error:
             # At the door everything is wrong input; later a ValueError is a fault like any other.
-            fail(str(error) or repr(error), 2 if isinstance(error, ValueError) and not view.opened else 1)
+            if isinstance(error, ValueError) and view.run_dir is None:
+                fail(str(error), 2)
+            fail(_with_mend(str(error) or repr(error), view.run_dir or resume_from), 1)
     _tell_result(console, result["run_dir"], result["final"])
+
+
+def _with_mend(sentence: str, run_dir: str | None) -> str:
+    """Return a sentence that says how a run goes on, if there is one."""
+    if run_dir is None:
+        return f"{sentence.rstrip('.')}."
+    return f"{sentence.rstrip('.')}; go on with `nereus resume {shlex.quote(hide_credentials(run_dir))}`."
 
 
 def _tell_result(console: Console, run_dir: str, final: str) -> None:

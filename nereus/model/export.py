@@ -26,6 +26,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from nereus.layout import Layout, stages_of
 from nereus.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_config
 from nereus.model.hf_config import build_config, parse_config
 from nereus.model.spec import ModelSpec, tensors
@@ -60,6 +61,7 @@ def begin_export(
     tokenizer_from: str | None = None,
     replace: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
+    pp: int = 1,
 ) -> ExportPlan:
     """Prepare the files of a checkpoint: headers with room for every tensor, config.json and the tokenizer.
 
@@ -71,13 +73,14 @@ def begin_export(
         tokenizer_from: folder whose tokenizer files are copied.
         replace: an earlier export in this place is replaced at the end; else anything there is refused.
         max_file_bytes: larger models are spread over several files with an index.
+        pp: pipeline stages that share no file; the spec must allow it.
 
     Raises:
         ValueError: there is something in that place, or a source folder is missing or broken.
         OSError: no room, or no right to write there.
     """
     _check_target(url, replace=replace)
-    assignment = _assign_files(spec, dtype, max_file_bytes)
+    assignment = _assign_files(spec, dtype, max_file_bytes, pp)
     folder = _make_folder(url)
     try:
         for file_name, names in assignment.items():
@@ -128,7 +131,7 @@ def finish_export(plan: ExportPlan, *, written_bytes: int | None = None) -> None
             _upload(plan)
         else:
             _sync_folder(plan.folder)
-            _rename(plan.folder, target.rstrip("/"), replace=plan.replace)
+            rename_folder(plan.folder, target.rstrip("/"), replace=plan.replace)
     finally:
         abandon_export(plan)
 
@@ -153,13 +156,15 @@ def _check_target(url: str, *, replace: bool) -> None:
         raise ValueError(f"{url} exists and holds no model, so it is not replaced; export to a new folder.")
 
 
-def _assign_files(spec: ModelSpec, dtype: torch.dtype, max_file_bytes: int) -> dict[str, list[str]]:
+def _assign_files(spec: ModelSpec, dtype: torch.dtype, max_file_bytes: int, pp: int) -> dict[str, list[str]]:
     """Return the tensors of each file, in model order; a tensor larger than the limit gets a file of its own."""
     groups: list[list[str]] = [[]]
     size = 0
+    stage = 0
     for name, info in tensors(spec).items():
         num_bytes = math.prod(info.shape) * dtype.itemsize
-        if groups[-1] and size + num_bytes > max_file_bytes:
+        before, stage = stage, stages_of(spec, Layout(pp=pp), info)[0]
+        if groups[-1] and (size + num_bytes > max_file_bytes or stage != before):
             groups.append([])
             size = 0
         groups[-1].append(name)
@@ -172,8 +177,11 @@ def _assign_files(spec: ModelSpec, dtype: torch.dtype, max_file_bytes: int) -> d
 
 def _make_folder(url: str) -> str:
     target = local_path(url)
-    if target is None:
-        return tempfile.mkdtemp(prefix="nereus-export-")
+    return tempfile.mkdtemp(prefix="nereus-export-") if target is None else make_partial_folder(target)
+
+
+def make_partial_folder(target: str) -> str:
+    """Make a hidden folder beside the local path `target`, to be renamed to it; those of killed processes go."""
     parent, name = os.path.split(target.rstrip("/"))
     os.makedirs(parent, exist_ok=True)
     prefix = f".{name}.partial-{socket.gethostname()}-"
@@ -231,7 +239,8 @@ def _sync_folder(folder: str) -> None:
             os.close(fd)
 
 
-def _rename(folder: str, target: str, *, replace: bool) -> None:
+def rename_folder(folder: str, target: str, *, replace: bool = False) -> None:
+    """Give a finished folder its name, durably; `replace` puts it where another one is."""
     former = os.path.join(folder, ".replaced")
     if replace and os.path.isdir(target):
         os.rename(target, former)

@@ -86,7 +86,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     metrics = {"step": 0, "reward_mean": 0.25, "kl_k1": 0.01, "response_tokens_mean": 12.0, "response_tokens_p95": 40,
                "rollout_tokens": 300, "seconds": {"total": 2.0}, "plan": PLAN}  # fmt: skip
     with RunView(Console(file=output, width=100)) as view, watch(view):
-        assert not view.opened
+        assert view.run_dir is None
         publish(Event("opened", "amber", None, {"run_dir": "runs/amber", "steps": 2, "plan": PLAN}))
         publish(Event("stage", "amber", 0, {"stage": "generation"}))
         publish(Event("step", "amber", 0, metrics))

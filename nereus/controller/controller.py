@@ -1,0 +1,171 @@
+"""The controller: at every boundary it finds what drifted, plans anew if it must, and admits what pays.
+
+It is told what an executor measured and says what to run; it has no clock and does no I/O, so the same code drives a
+job and the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nereus.controller.admission import ADMIT, Option, payback_steps, pick_urgent
+from nereus.controller.decision import Boundary, Candidate, Decision, NoPlanError, Planning
+from nereus.controller.monitor import MEMORY_VIOLATION, POOL, SCHEDULE, Monitor, Thresholds
+from nereus.controller.reasons import explain
+from nereus.cost.efficiency import Efficiencies
+from nereus.plan import Plan
+from nereus.transition.price import FREE, TransitionPrice, moves_state
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the controller adapts; `policy` is one of payback, any_gain, every_k, fixed.
+
+    `gamma` is the share of the horizon within which a move must pay back; `every` the k of every_k in steps.
+    """
+
+    policy: str = "payback"
+    gamma: float = 0.5
+    every: int = 3
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        if self.policy not in ADMIT:
+            raise ValueError(f"adapt.policy is {self.policy!r}; choose one of {', '.join(ADMIT)}.")
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"adapt.gamma is {self.gamma}; choose a share of the horizon in [0, 1].")
+
+
+class Controller:
+    """The plan in force, the monitor's references, and the decisions so far."""
+
+    def __init__(self, plan: Plan, planning: Planning, settings: Settings, monitor: Monitor | None = None) -> None:
+        self.plan = plan
+        self.settings = settings
+        self.decisions: list[Decision] = []
+        self._planning = planning
+        self._monitor = monitor or Monitor(settings.thresholds)
+
+    def decide(self, boundary: Boundary, efficiencies: Efficiencies) -> Decision | None:
+        """Set `plan` to what the next step runs and return the record of the replan, if there was one.
+
+        Without a replan only micro-batch and recomputation are picked anew.
+
+        Raises:
+            NoPlanError: nothing this policy may choose runs on the devices there are.
+        """
+        triggers = self._monitor.find_triggers(boundary.step, boundary.signals, boundary.cluster.device_ids)
+        there = set(self.plan.devices) <= set(boundary.cluster.device_ids) - boundary.lost
+        refitted = self._planning.refit(boundary, efficiencies, self.plan) if there else None
+        if refitted is None:
+            triggers = tuple(dict.fromkeys((*triggers, MEMORY_VIOLATION if there else POOL)))
+            return self._replan(boundary, efficiencies, triggers, None)
+        triggers = self._opportunities(boundary.step, triggers)
+        if not triggers:
+            self.plan = refitted.plan
+            return None
+        return self._replan(boundary, efficiencies, triggers, refitted)
+
+    def note_transition(self, seconds: float) -> None:
+        """Add what the transition of the last decision really took to its record."""
+        self.decisions[-1].measured["transition_s"] = seconds
+
+    def note_step(self, step: int, seconds: float) -> None:
+        """Add what the first step after the last decision really took to its record."""
+        if self.decisions and self.decisions[-1].step == step:
+            self.decisions[-1].measured.setdefault("latency_s", seconds)
+
+    def _opportunities(self, step: int, triggers: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the triggers that this policy follows while its plan runs on."""
+        if self.settings.policy == "every_k":
+            return (SCHEDULE,) if step and step % self.settings.every == 0 else ()
+        if self.settings.policy == "fixed":
+            return tuple(name for name in triggers if name == POOL)
+        return triggers
+
+    def _replan(
+        self, boundary: Boundary, efficiencies: Efficiencies, triggers: tuple[str, ...], current: Candidate | None
+    ) -> Decision:
+        """Weigh the best plans against the current one (None: it can't run) and record the verdict."""
+        candidates = self._candidates(boundary, efficiencies)
+        if not candidates:
+            raise NoPlanError(
+                f"No plan {'of the first tp and pp ' if self.settings.policy == 'fixed' else ''}fits the "
+                f"{len(boundary.cluster.devices)} devices at step {boundary.step}; use more devices or more memory."
+            )
+        self._monitor.reset_references(boundary.signals)
+        horizon = self._monitor.horizon(triggers)
+        prices = [self._planning.price(boundary, efficiencies, self.plan, c.plan) for c in candidates]
+        options = [Option(c.latency_s, price.seconds) for c, price in zip(candidates, prices, strict=True)]
+        gamma = self.settings.gamma
+        chosen: int | None
+        if current is None:
+            chosen = pick_urgent(options, gamma=gamma, horizon=horizon)
+        elif not moves_state(current.plan, candidates[0].plan):
+            chosen = None
+        else:
+            chosen = ADMIT[self.settings.policy](current.latency_s, options, gamma=gamma, horizon=horizon)
+        shown = chosen or 0
+        decision = self._record(
+            boundary, triggers, current, candidates[shown], prices[shown], horizon, admitted=chosen is not None
+        )
+        self.decisions.append(decision)
+        self.plan = decision.plan
+        return decision
+
+    def _candidates(self, boundary: Boundary, efficiencies: Efficiencies) -> list[Candidate]:
+        """Return the plans to weigh, fastest first, each placement once."""
+        found: list[Candidate] = list(self._planning.scale(boundary, efficiencies, self.plan))
+        if self.settings.policy != "fixed":
+            found += self._planning.search(boundary, efficiencies, self.plan)
+        found.sort(key=lambda candidate: candidate.latency_s)
+        distinct: list[Candidate] = []
+        for candidate in found:
+            if all(moves_state(candidate.plan, other.plan) for other in distinct):
+                distinct.append(candidate)
+        return distinct
+
+    def _record(
+        self,
+        boundary: Boundary,
+        triggers: Sequence[str],
+        current: Candidate | None,
+        candidate: Candidate,
+        price: TransitionPrice,
+        horizon: float,
+        *,
+        admitted: bool,
+    ) -> Decision:
+        option = Option(candidate.latency_s, price.seconds)
+        decision = Decision(
+            step=boundary.step,
+            trigger=tuple(triggers),
+            current=self.plan if current is None else current.plan,
+            candidate=candidate.plan,
+            plan=candidate.plan,
+            latency_current_s=None if current is None else current.latency_s,
+            latency_candidate_s=candidate.latency_s,
+            price=price,
+            horizon_steps=horizon,
+            payback_steps=0.0 if current is None else payback_steps(current.latency_s, option),
+            verdict="urgent" if current is None else "admit" if admitted else "refuse",
+            reason="",
+        )
+        if current is not None and not admitted:
+            decision.plan = current.plan
+            if not moves_state(current.plan, candidate.plan):
+                decision.verdict, decision.price, decision.payback_steps = "keep", FREE, math.inf
+        decision.reason = explain(decision, self.settings.policy, self.settings.gamma)
+        return decision
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what staged state keeps: the plan in force and the monitor's references."""
+        return {"plan": self.plan.to_record(), "monitor": self._monitor.to_record()}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], planning: Planning, settings: Settings) -> Controller:
+        monitor = Monitor.from_record(record["monitor"], settings.thresholds)
+        return cls(Plan.from_record(record["plan"]), planning, settings, monitor)

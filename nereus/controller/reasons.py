@@ -1,0 +1,34 @@
+"""A decision in one sentence that a person understands."""
+
+from __future__ import annotations
+
+from nereus.controller.decision import Decision
+from nereus.controller.monitor import MEMORY_VIOLATION
+
+
+def explain(decision: Decision, policy: str, gamma: float) -> str:
+    """Return why a decision came out as it did, with the numbers that decided it."""
+    cause = " and ".join(decision.trigger)
+    moved = f"the move takes {decision.price.seconds:.1f} s ({decision.price.transport})"
+    if decision.verdict == "urgent":
+        what = "no longer fits memory" if MEMORY_VIOLATION in decision.trigger else "needs devices that are gone"
+        return f"The plan {what}, so the job moves to one of {decision.latency_candidate_s:.1f} s a step; {moved}."
+    if decision.verdict == "keep":
+        latency = decision.latency_candidate_s
+        return f"After a change of {cause} the plan in force is still the best, {latency:.1f} s a step."
+    assert decision.latency_current_s is not None
+    gain = decision.latency_current_s - decision.latency_candidate_s
+    if gain <= 0:
+        return f"After a change of {cause} no other plan is faster than {decision.latency_current_s:.1f} s a step."
+    saved = f"a step would take {decision.latency_candidate_s:.1f} s instead of {decision.latency_current_s:.1f} s"
+    if decision.verdict == "admit" and policy == "payback":
+        return (
+            f"After a change of {cause} {saved}; {moved} and pays back in {decision.payback_steps:.2f} steps, within "
+            f"{gamma:g} of the {decision.horizon_steps:.1f} steps until the next change."
+        )
+    if decision.verdict == "admit":
+        return f"After a change of {cause} {saved}; {moved}."
+    return (
+        f"After a change of {cause} {saved}, but {moved} and would pay back in {decision.payback_steps:.2f} steps, "
+        f"beyond {gamma:g} of the {decision.horizon_steps:.1f} steps until the next change."
+    )

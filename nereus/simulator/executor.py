@@ -1,0 +1,140 @@
+"""The executor in virtual time: it does to a simulated world what a job does to a real one, and measures the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nereus.cluster import Cluster
+from nereus.controller.decision import Decision, StepOutcome
+from nereus.controller.loop import Surroundings
+from nereus.cost.step import step_operations
+from nereus.plan import Plan
+from nereus.simulator.clock import Clock
+from nereus.simulator.peaks import PeakModel
+from nereus.simulator.step import Loss, StepSimulation
+from nereus.simulator.world import World, first_devices
+from nereus.transition.price import TransitionPricer
+
+# A silent worker is taken for lost after this long.
+DETECTION_S = 15.0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where virtual time went: a finished step, a step that broke off, or a transition."""
+
+    step: int
+    kind: str
+    seconds: float
+    plan: Plan
+    changes_layout: bool = False
+
+
+class SimulatedExecutor:
+    """One policy's job in a world; `spent` is the account of its virtual time."""
+
+    def __init__(self, world: World) -> None:
+        self.clock = Clock()
+        self.spent: list[Spent] = []
+        self._world = world
+        self._peaks = PeakModel(world.specs, world.scenario.precision)
+        self._pricer = TransitionPricer(world.job(0), world.cluster)
+        self._attempts: dict[int, int] = {}
+        self._lost: frozenset[int] = frozenset()
+
+    def look(self, step: int, plan: Plan) -> Surroundings:
+        """Return the devices at the boundary before a step; a loss without notice shows only after it has happened."""
+        return Surroundings(self._present(step), self._lost)
+
+    def apply(self, decision: Decision) -> float:
+        """Move to the decision's plan at the true price, with noise."""
+        step = decision.step
+        price = self._pricer.estimate(decision.current, decision.plan, self._world.efficiencies(step), lost=self._lost)
+        seconds = price.seconds * self._world.noise(step, self._attempts.get(step, 0), "transition")
+        self._spend(step, "transition", seconds, decision.plan, decision.changes_layout)
+        self._lost = frozenset()
+        return seconds
+
+    def run_step(self, step: int, plan: Plan) -> StepOutcome:
+        """Run one step; it breaks off where memory runs out or devices vanish."""
+        attempt = self._attempts.get(step, 0)
+        self._attempts[step] = attempt + 1
+        seconds = self.true_seconds(step, attempt, plan)
+        peaks = self._true_peaks(step, plan)
+        capacities = self._world.cluster.capacities
+        full = tuple(device for device, peak in peaks.items() if peak > capacities[device])
+        where = {device: self._peaks.phase(device) for device in full}
+
+        def overfull(key: str) -> tuple[int, ...]:
+            name, phase = key.split("/")
+            return tuple(device for device, at in where.items() if at == f"{phase} of {name}")
+
+        run = StepSimulation(
+            self.clock, plan, seconds, overfull=overfull, loss=self._next_loss(step, attempt, plan, seconds)
+        ).run()
+        if run.broken_by is not None:
+            return self._broken(step, plan, run.seconds, run.devices, lost=run.broken_by == "lost devices",
+                                was_training=run.was_training)  # fmt: skip
+        self._spend(step, "step", run.seconds, plan)
+        load = self._world.load(step)
+        return StepOutcome(
+            step=step,
+            seconds=run.seconds,
+            response_tokens=load.response_tokens,
+            response_tokens_p95=load.response_tokens_p95,
+            share_at_cap=self._world.share_at_cap(step),
+            stages_s=seconds,
+            peak_bytes=peaks,
+        )
+
+    def true_seconds(self, step: int, attempt: int, plan: Plan) -> dict[str, float]:
+        """Return what every task of a step really takes, noise included."""
+        return true_seconds(self._world, step, attempt, plan)
+
+    def _broken(
+        self, step: int, plan: Plan, seconds: float, devices: tuple[int, ...], *, lost: bool, was_training: bool
+    ) -> StepOutcome:
+        if lost:
+            seconds += DETECTION_S
+            self.clock.now += DETECTION_S
+            # After its first update a step's start is in the last commit only, so all model-stages go back to that.
+            self._lost = frozenset(plan.devices if was_training else devices)
+        self._spend(step, "lost" if lost else "out of memory", seconds, plan)
+        out_of_memory = () if lost else devices
+        peaks = {device: self._world.cluster.capacities[device] for device in out_of_memory}
+        return StepOutcome(step, seconds, completed=False, out_of_memory=out_of_memory, peak_bytes=peaks)
+
+    def _spend(self, step: int, kind: str, seconds: float, plan: Plan, changes_layout: bool = False) -> None:
+        if kind == "transition":
+            self.clock.now += seconds
+        self.spent.append(Spent(step, kind, seconds, plan, changes_layout))
+
+    def _present(self, step: int) -> Cluster:
+        count = self._world.num_devices(step)
+        pool = self._world.traces.pools[step]
+        if pool.lost and step and not self._attempts.get(step):
+            count = max(count, self._world.num_devices(step - 1))
+        return first_devices(self._world.cluster, count)
+
+    def _next_loss(self, step: int, attempt: int, plan: Plan, seconds: Mapping[str, float]) -> Loss | None:
+        if attempt or not step or not self._world.traces.pools[step].lost:
+            return None
+        before, after = self._world.num_devices(step - 1), self._world.num_devices(step)
+        gone = frozenset(self._world.cluster.device_ids[after:before])
+        return Loss(gone, self._world.moment_of_loss(step) * sum(seconds.values())) if gone else None
+
+    def _true_peaks(self, step: int, plan: Plan) -> dict[int, float]:
+        workload = self._world.load(step).memory_workload()
+        factor = self._world.scenario.truth.memory_factor
+        return {device: factor * peak for device, peak in self._peaks.peaks(plan, workload).items()}
+
+
+def true_seconds(world: World, step: int, attempt: int, plan: Plan) -> dict[str, float]:
+    """Return what every task of a step really takes under a plan, noise included."""
+    efficiencies, result = world.efficiencies(step), {}
+    for key, operations in step_operations(plan, world.job(step), world.true_cluster(step)).items():
+        name = key.split("/")[0]
+        slowdown = efficiencies.slowdown(plan[name].devices) if name in plan else 1.0
+        result[key] = float(operations.total_s(efficiencies, slowdown)) * world.noise(step, attempt, key)
+    return result

@@ -1,0 +1,1 @@
+"""From one plan to another: what a transition costs."""

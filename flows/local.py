@@ -14,8 +14,12 @@ from flows.ppo import train_ppo
 from nereus.config import RunConfig
 
 
-def run_here(config: RunConfig) -> dict[str, Any]:
+def run_here(config: RunConfig, resume_from: str | None = None) -> dict[str, Any]:
     """Run `train_ppo` on the configured API, or the ephemeral one, and return its summary.
+
+    Args:
+        config: the run.
+        resume_from: run directory to go on with; None begins a new run.
 
     Raises:
         KeyboardInterrupt: SIGTERM or Ctrl-C ended the run; its workers are freed.
@@ -27,7 +31,7 @@ def run_here(config: RunConfig) -> dict[str, Any]:
         handler.addFilter(_is_news)
     with _sigterm_interrupts():
         try:
-            return train_ppo(config)
+            return train_ppo(config, resume_from)
         except TerminationSignal:
             raise KeyboardInterrupt from None
         except Exception as error:

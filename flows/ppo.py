@@ -1,7 +1,7 @@
 """PPO post-training as a Prefect flow: `train_ppo` is the run, `run_step` one step of the algorithm.
 
-generate -> score | reference | log-probs | values -> advantages -> train actor | critic -> weight sync -> metrics
-            ------------ at the same time ---------                  at the same time
+generate -> score | reference | log-probs | values -> advantages -> train actor | critic -> sync -> metrics -> state
+            ------------ at the same time ---------                  at the same time            written beside the next
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nereus.config import RunConfig, load_config
 from nereus.progress import Event, publish
 from nereus.runtime.session import Session
-from tasks.artifacts import ProgressArtifact, publish_plan, publish_plots
+from tasks.artifacts import ProgressArtifact, StateArtifact, publish_plan, publish_plots
 from tasks.ppo import (
     estimate_advantages,
     finish_step,
@@ -24,6 +24,7 @@ from tasks.ppo import (
     infer_reference,
     infer_values,
     score,
+    stage_state,
     sync_weights,
     train_actor,
     train_critic,
@@ -35,25 +36,25 @@ from tasks.ppo import (
 def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | None = None) -> dict[str, Any]:
     """Train the actor with PPO on the config's plan and return a summary with the place of its checkpoint.
 
+    A retry of this flow run goes on from its last commit.
+
     Args:
         config: the run; every key has a default.
-        resume_from: run directory to go on from; not supported yet, leave it empty.
+        resume_from: run directory of another flow run to go on with, from its last commit; empty: a new run.
     """
-    if resume_from is not None:
-        raise ValueError(f"resume_from {resume_from!r} is not supported yet; leave it empty and start a new run.")
-    run_id = choose_run_id(config)
     # Success, failure, cancel and SIGTERM all leave through here, and the workers are freed.
-    with Session.open(config, run_id=run_id) as session:
-        num_steps, plan = len(session.steps), session.plan.to_record()
-        publish(Event("opened", run_id, None, {"run_dir": session.run_dir, "steps": num_steps, "plan": plan}))
-        publish_plan(plan)
-        progress = ProgressArtifact(num_steps)
-        history = []
+    with Session.open(
+        config, run_id=choose_run_id(config, resume_from), flow_run_id=flow_run.id, resume_from=resume_from
+    ) as session:
+        announce(session)
+        progress, staged = ProgressArtifact(session.steps), StateArtifact(session.run_dir)
+        history = session.read_metrics()
         for step in session.steps:
-            metrics = run_step(run_id, step)
-            progress.update(step, metrics)
-            history.append(metrics)
+            history.append(run_step(session.run_id, step))
+            progress.update(step, history[-1])
+            staged.update(session.newest_state)
         summary = session.finish()
+        staged.update(summary["staged_state"], is_last=True)
         publish_plots(history)
         return summary
 
@@ -71,7 +72,9 @@ def run_step(run_id: str, step: int) -> dict[str, Any]:
     estimate_advantages(run_id, step)
     gather(train_actor.submit(run_id, step), train_critic.submit(run_id, step))
     sync_weights(run_id, step)
-    return finish_step(run_id, step)
+    metrics = finish_step(run_id, step)
+    stage_state(run_id, step)
+    return metrics
 
 
 def gather(*futures: PrefectFuture[Any]) -> None:
@@ -80,6 +83,15 @@ def gather(*futures: PrefectFuture[Any]) -> None:
         future.result()
 
 
-def choose_run_id(config: RunConfig) -> str:
+def choose_run_id(config: RunConfig, resume_from: str | None = None) -> str:
     """Return the last part of the run directory if one is given, else the flow run's id."""
-    return config.run_dir.rstrip("/").rsplit("/", 1)[-1] if config.run_dir else str(flow_run.id)
+    run_dir = resume_from or config.run_dir
+    return run_dir.rstrip("/").rsplit("/", 1)[-1] if run_dir else str(flow_run.id)
+
+
+def announce(session: Session) -> None:
+    """Tell who watches that the run is open, on which plan, and at which step it begins or goes on."""
+    steps, plan = session.steps, session.plan.to_record()
+    data = {"run_dir": session.run_dir, "steps": len(steps), "first_step": steps.start, "plan": plan}
+    publish(Event("opened", session.run_id, None, data))
+    publish_plan(plan)

@@ -1,10 +1,11 @@
-"""Artifacts of a run for Prefect's UI: progress, plan table, plots. A view: nothing is read back from them.
+"""Artifacts of a run for Prefect's UI: progress, plan table, staged state, plots. Nothing is read back from them.
 
 A view never ends the run: what can't be shown is warned of, once for each kind.
 """
 
 import base64
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from prefect.artifacts import (
 )
 
 from nereus.report.plots import draw_run_pngs
+from storage.errors import hide_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +36,15 @@ class ProgressArtifact:
 
     MIN_INTERVAL_S = 1.0
 
-    def __init__(self, num_steps: int):
-        self._num_steps = num_steps
+    def __init__(self, steps: range):
+        """Show that nothing of `steps` is done, but all before them."""
+        self._num_steps = steps.stop
         self._id: Any = None  # None: it could not be made
         self._warned: set[str] = set()
         with _as_a_view("progress", self._warned):
-            self._id = create_progress_artifact(0.0, key="progress", description=f"0 of {num_steps} steps")
+            text = f"{steps.start} of {self._num_steps} steps"
+            done = 100.0 * steps.start / self._num_steps
+            self._id = create_progress_artifact(done, key="progress", description=text)
         self._written_s = time.monotonic()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -52,6 +57,30 @@ class ProgressArtifact:
             text = f"{step + 1} of {self._num_steps} steps; reward {reward:.3f}, {length:.1f} tokens a response"
             update_progress_artifact(self._id, progress=100.0 * (step + 1) / self._num_steps, description=text)
         self._written_s = time.monotonic()
+
+
+class StateArtifact:
+    """Where the newest staged state lies, and how to go on from it."""
+
+    MIN_INTERVAL_S = 30.0
+
+    def __init__(self, run_dir: str):
+        self._run_dir = hide_credentials(run_dir)
+        self._warned: set[str] = set()
+        self._shown: int | None = None
+        self._written_s = -math.inf
+
+    def update(self, state: Mapping[str, Any] | None, *, is_last: bool = False) -> None:
+        """Show the newest commit, `state` = {"step", "url"}, unless one was shown a moment ago."""
+        if state is None or state["step"] == self._shown:
+            return
+        if not is_last and time.monotonic() - self._written_s < self.MIN_INTERVAL_S:
+            return
+        with _as_a_view("staged state", self._warned):
+            url, step = hide_credentials(state["url"]), state["step"]
+            text = f"State at the end of step {step}:\n\n`{url}`\n\nGo on from it with `nereus resume {self._run_dir}`."
+            create_markdown_artifact(text, key="staged-state", description=f"Newest commit: step {step}")
+        self._shown, self._written_s = state["step"], time.monotonic()
 
 
 def publish_plots(history: Sequence[dict[str, Any]]) -> None:

@@ -88,3 +88,9 @@ def finish_step(run_id: str, step: int) -> Record:
     metrics = find_session(run_id).finish_step(step)
     publish(Event("step", run_id, step, metrics))
     return metrics
+
+
+@ppo_task
+def stage_state(run_id: str, step: int) -> Record:
+    """Begin to commit the state at the end of the step, from which the run could be resumed."""
+    return find_session(run_id).stage_state(step)

@@ -25,13 +25,16 @@ class FakeSession:
         self.steps = range(config.steps)
         self.plan = Plan.of({name: StagePlan(2, Layout(1, 1), (0, 1), 4) for name in STAGES})
         self.calls: list[tuple[str, int]] = []
+        self.flow_run_id: str | None = None
+        self.resume_from: str | None = None
         self.closed = False
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, config: RunConfig, *, run_id: str) -> "FakeSession":
-        cls.opened[run_id] = cls(config, run_id)
-        return cls.opened[run_id]
+    def open(cls, config: RunConfig, *, run_id: str, flow_run_id: str | None, resume_from: str | None) -> "FakeSession":
+        session = cls.opened[run_id] = cls(config, run_id)
+        session.flow_run_id, session.resume_from = flow_run_id, resume_from
+        return session
 
     def __enter__(self) -> Self:
         return self
@@ -51,8 +54,16 @@ class FakeSession:
                 "response_tokens_mean": 10.0 + step, "response_tokens_p95": 20.0, "rollout_tokens": 320,
                 "plan": self.plan.to_record(), "seconds": seconds}  # fmt: skip
 
+    @property
+    def newest_state(self) -> dict[str, Any] | None:
+        staged = [step for name, step in self.calls if name == "stage_state"]
+        return {"step": staged[-1], "url": f"{self.run_dir}/state/step-{staged[-1]:08d}-1"} if staged else None
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return []
+
     def finish(self) -> dict[str, Any]:
-        return {"run_dir": self.run_dir, "final": f"{self.run_dir}/final"}
+        return {"run_dir": self.run_dir, "final": f"{self.run_dir}/final", "staged_state": self.newest_state}
 
     def _note(self, name: str, step: int) -> dict[str, Any]:
         with self._lock:

@@ -3,7 +3,7 @@
 import pytest
 
 import tasks.artifacts
-from tasks.artifacts import ProgressArtifact, publish_plan, publish_plots
+from tasks.artifacts import ProgressArtifact, StateArtifact, publish_plan, publish_plots
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -15,13 +15,27 @@ def test_what_cannot_be_shown_is_warned_of_once_each(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(tasks.artifacts, name, refuse)
     monkeypatch.setattr(tasks.artifacts, "create_progress_artifact", lambda *_, **__: "an-id")
     monkeypatch.setattr(ProgressArtifact, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(StateArtifact, "MIN_INTERVAL_S", 0.0)
     publish_plan({"actor.training": {"dp": 2}})
-    progress = ProgressArtifact(3)
+    progress, staged = ProgressArtifact(range(3)), StateArtifact("runs/amber")
     for step in range(3):
         progress.update(step, {})
+        staged.update({"step": step, "url": "runs/amber/state/step-00000000-1"})
     publish_plots([])
     warned = [record.getMessage().split(" can't")[0] for record in caplog.records if record.name == "tasks.artifacts"]
-    assert warned == ["The plan", "The progress", "The plots"]
+    assert warned == ["The plan", "The progress", "The staged state", "The plots"]
+
+
+def test_the_newest_state_is_shown_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    shown: list[str] = []
+    monkeypatch.setattr(tasks.artifacts, "create_markdown_artifact", lambda text, **_: shown.append(text))
+    staged = StateArtifact("s3://key:secret@bucket/amber")
+    staged.update(None)
+    for step in range(3):
+        staged.update({"step": step, "url": f"s3://key:secret@bucket/amber/state/step-{step:08d}-1"})
+    staged.update({"step": 2, "url": "s3://key:secret@bucket/amber/state/step-00000002-1"}, is_last=True)
+    assert ["step-00000000-1" in shown[0], "step-00000002-1" in shown[1], len(shown)] == [True, True, 2]
+    assert "`nereus resume s3://bucket/amber`" in shown[1] and "secret" not in "".join(shown)
 
 
 def test_plots_that_cannot_be_drawn_end_no_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -45,7 +45,7 @@ def test_a_run_is_the_algorithm_step_by_step(tmp_path: Path):
         assert set(names[1:5]) == {"score", "infer_reference", "infer_logprobs", "infer_values"}
         assert names[5] == "estimate_advantages"
         assert set(names[6:8]) == {"train_actor", "train_critic"}
-        assert names[8:] == ["sync_weights", "finish_step"]
+        assert names[8:] == ["sync_weights", "finish_step", "stage_state"]
     assert [at for _, at in session.calls] == sorted(at for _, at in session.calls)
     assert [event.step for event in events if event.kind == "step"] == [0, 1, 2]
     assert events[0].kind == "opened"
@@ -90,9 +90,12 @@ def test_without_a_run_dir_the_run_has_the_id_of_the_flow_run():
     assert len(run_id) == 36
 
 
-def test_resuming_is_refused_in_one_sentence(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"resume_from 'runs/old' is not supported yet; leave it empty"):
-        flows.ppo.train_ppo(config_in(tmp_path), resume_from="runs/old")
+def test_a_resumed_run_is_opened_by_its_directory_and_for_this_flow_run(tmp_path: Path):
+    config = load_config("tiny-cpu", ["steps=1"])
+    flows.ppo.train_ppo(config, resume_from=str(tmp_path / "old"))
+    session = FakeSession.opened["old"]
+    assert session.resume_from == str(tmp_path / "old")
+    assert session.flow_run_id is not None and len(session.flow_run_id) == 36
 
 
 def default_interrupts() -> None:

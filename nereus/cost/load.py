@@ -76,12 +76,18 @@ class StepLoad:
             return mean * window - window**2 / 2
         return (mean**2 + self.response_variance) / 2
 
-    def memory_workload(self, response_tokens: float | None = None) -> Workload:
-        """Return the workload that memory is predicted for: responses of `response_tokens`, or of the p95 length."""
+    def memory_workload(self, response_tokens: float | None = None, *, accelerator: bool = True) -> Workload:
+        """Return the workload that memory is predicted for.
+
+        Args:
+            response_tokens: the longest response that must fit; None: the p95 length.
+            accelerator: whether devices have memory of their own (`NodeKind.accelerator`).
+        """
         length = self.response_tokens_p95 if response_tokens is None else response_tokens
         return Workload(
             samples_per_step=self.samples,
             minibatches=self.minibatches,
             prompt_tokens=-int(-self.prompt_tokens // 1),
             response_tokens=-int(-length // 1),
+            accelerator=accelerator,
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from nereus.cost.activations import COMPUTE_BYTES
 from nereus.cost.rank_memory import (
-    FIXED_WORKSPACE_BYTES,
     KINDS,
     Precision,
     RankMemory,
@@ -67,13 +66,25 @@ class PlanMemory:
             name: {device: index % stage.layout.size for index, device in enumerate(stage.devices)}
             for name, stage in plan.items()
         }
-        self.residents: dict[int, dict[str, int]] = {device: dict.fromkeys(KINDS, 0) for device in plan.devices}
+        # Devices with the same rank of every model-stage need the same: on a large cluster they are few kinds.
+        self._likes: dict[tuple[int, ...], int] = {}
+        self._like = {
+            device: self._likes.setdefault(tuple(ranks.get(device, -1) for ranks in self.ranks.values()), device)
+            for device in plan.devices
+        }
+        of_kind = {device: self._resident(device) for device in self._likes.values()}
+        self.residents: dict[int, dict[str, int]] = {d: of_kind[like] for d, like in self._like.items()}
+        self._peaks: dict[int, MemoryPeak] = {}
+
+    def _resident(self, device: int) -> dict[str, int]:
+        kinds = dict.fromkeys(KINDS, 0)
         for name, ranks in self.ranks.items():
-            for device, rank in ranks.items():
-                for kind, count in self.rank(name, rank).resident.items():
-                    self.residents[device][kind] += count
+            if device in ranks:
+                for kind, count in self.rank(name, ranks[device]).resident.items():
+                    kinds[kind] += count
                 if stage_of(name) == "training":
-                    self.residents[device]["staging buffers"] = workload.staging_buffer_bytes
+                    kinds["staging buffers"] = self.workload.staging_buffer_bytes
+        return kinds
 
     def rank(self, model_stage: str, rank: int) -> RankMemory:
         stage, spec = self.plan[model_stage], self.specs[model_stage]
@@ -90,6 +101,12 @@ class PlanMemory:
 
     def peak(self, device: int) -> MemoryPeak:
         """Return the largest phase of a device, with the residents."""
+        like = self._like[device]
+        if like not in self._peaks:
+            self._peaks[like] = self._peak(like)
+        return replace(self._peaks[like], device=device)
+
+    def _peak(self, device: int) -> MemoryPeak:
         phase, most = max(self.phases(device).items(), key=lambda item: sum(item[1].values()))
         kinds = {kind: self.residents[device][kind] + most.get(kind, 0) for kind in KINDS}
         return MemoryPeak(device, phase, {kind: count for kind, count in kinds.items() if count})
@@ -97,7 +114,7 @@ class PlanMemory:
     def _weight_sync(self, device: int) -> dict[str, int]:
         """Return the messages that a device has under way when the actor's new weights travel to its generation."""
         source, target = self.ranks.get("actor.training", {}), self.ranks.get("actor.generation", {})
-        fixed = {"workspace": FIXED_WORKSPACE_BYTES}
+        fixed = {"workspace": self.workload.workspace_bytes}
         if not source or not target:
             return fixed
         held, wanted = (
@@ -110,7 +127,8 @@ class PlanMemory:
         # A device sends to the others of generation and receives from the others of training.
         for elements, peers in ((held, target), (wanted, source)):
             message = min(elements * COMPUTE_BYTES[self.precision], SYNC_BUCKETS_IN_FLIGHT * SYNC_BUCKET_BYTES)
-            num_bytes += message * len(peers.keys() - {device})
+            others = len(peers) - (device in peers)
+            num_bytes += message * min(others, self.workload.most_sync_peers or others)
         return {**fixed, "sync buckets": num_bytes} if num_bytes else fixed
 
     def _syncs_in_place(self) -> bool:

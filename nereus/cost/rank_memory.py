@@ -43,6 +43,12 @@ KINDS = (
 
 # Thread stacks, communicators, loaded kernels and their scratch space. Measured in the first step of a tiny model.
 FIXED_WORKSPACE_BYTES = 64 * 2**20
+# Assumed, until a run measures it: on an accelerator the driver's context, NCCL's buffers and cuBLAS's workspaces ...
+ACCELERATOR_WORKSPACE_BYTES = 2 * 2**30
+# ... and the caching allocator with expandable segments, which wastes little.
+ACCELERATOR_FRAGMENTATION = 0.1
+# ... and a weight sync that takes up no more peers than this at once.
+ACCELERATOR_SYNC_PEERS = 32
 # glibc keeps tensors below 32 MiB on a heap with holes. Measured over four passes of 8 layers at hidden 512, the peak
 # is 1.44 to 1.5 times what is live (float32; bfloat16 up to 1.6), the first time 1.15 to 1.4 times.
 FRAGMENTATION = 0.5
@@ -52,6 +58,9 @@ FRAGMENTATION = 0.5
 class Workload:
     """What a step is made of. Lengths are the largest allowed ones, so that an admitted plan never runs out.
 
+    `accelerator` says that devices have memory of their own with a caching allocator, and compute on weights as they
+    are; else they are slots of a CPU.
+
     Example: 32 samples in 2 minibatches; each of 4 replicas gets 4 samples of a minibatch.
     """
 
@@ -60,6 +69,7 @@ class Workload:
     prompt_tokens: int
     response_tokens: int
     staging_buffer_bytes: int = STAGING_BUFFER_BYTES  # of a worker that writes staged state
+    accelerator: bool = False
 
     @property
     def sequence_tokens(self) -> int:
@@ -73,6 +83,21 @@ class Workload:
     @property
     def smallest_minibatch_samples(self) -> int:
         return self.samples_per_step // self.minibatches
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that a device needs to work at all."""
+        return ACCELERATOR_WORKSPACE_BYTES if self.accelerator else FIXED_WORKSPACE_BYTES
+
+    @property
+    def fragmentation(self) -> float:
+        """Bytes that the allocator wastes for each byte of activations."""
+        return ACCELERATOR_FRAGMENTATION if self.accelerator else FRAGMENTATION
+
+    @property
+    def most_sync_peers(self) -> int | None:
+        """Devices that a device has messages of a weight sync under way with, at most; None: all there are."""
+        return ACCELERATOR_SYNC_PEERS if self.accelerator else None
 
     def share(self, model_stage: str, dp: int) -> int:
         """Return the samples of the largest share of one replica: of a minibatch in training, else of the step."""
@@ -146,9 +171,9 @@ def _estimate(model_stage: str, work: _Work) -> RankMemory:
     return RankMemory(resident, {"inference": _inference(work), "training": training})
 
 
-def _with_margins(kinds: dict[str, int]) -> dict[str, int]:
-    kinds["fragmentation"] = int(FRAGMENTATION * kinds["activations"])
-    kinds["workspace"] = kinds.get("workspace", 0) + FIXED_WORKSPACE_BYTES
+def _with_margins(kinds: dict[str, int], workload: Workload) -> dict[str, int]:
+    kinds["fragmentation"] = int(workload.fragmentation * kinds["activations"])
+    kinds["workspace"] = kinds.get("workspace", 0) + workload.workspace_bytes
     return kinds
 
 
@@ -164,12 +189,17 @@ def _generation(work: _Work) -> dict[str, int]:
     return _with_margins(
         {
             "KV cache": cached * work.element_bytes,
-            # Copies in the order that decoding reads fastest; there are none for float64.
-            "packed weights": 0 if work.precision == "float64" else sizes.matrix_elements * work.element_bytes,
+            "packed weights": sizes.matrix_elements * work.element_bytes if _packs_weights(work) else 0,
             "activations": activations,
             "logits": sampling_bytes(sizes, slots, work.precision),
-        }
+        },
+        workload,
     )
+
+
+def _packs_weights(work: _Work) -> bool:
+    """Return whether decoding has copies of the weights in the order that a CPU reads fastest; float64 has none."""
+    return not work.workload.accelerator and work.precision != "float64"
 
 
 def _inference(work: _Work) -> dict[str, int]:
@@ -179,7 +209,8 @@ def _inference(work: _Work) -> dict[str, int]:
     rows = samples * workload.response_tokens
     selected = rows * work.spec.hidden * work.element_bytes if sizes.is_last else 0
     activations = forward_bytes(sizes, tokens, workload.sequence_tokens, work.precision)
-    return _with_margins({"activations": activations + selected, "logits": head_bytes(sizes, rows, work.precision)})
+    logits = head_bytes(sizes, rows, work.precision)
+    return _with_margins({"activations": activations + selected, "logits": logits}, workload)
 
 
 def _training(work: _Work) -> dict[str, int]:
@@ -194,4 +225,4 @@ def _training(work: _Work) -> dict[str, int]:
         recompute=work.recompute,
         precision=work.precision,
     )
-    return max((_with_margins(moment) for moment in moments), key=lambda kinds: sum(kinds.values()))
+    return max((_with_margins(moment, work.workload) for moment in moments), key=lambda kinds: sum(kinds.values()))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 _CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+@|[^\s/@:'\"(]+:[^\s/@]+@")
 _QUERY = re.compile(r"(?<=[^\s?])\?[^\s'\"]*=[^\s'\")]*")
+_NUMBER = re.compile(r"\[Errno -?\d+\] ")
+_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _MAX_CHARS = 300
 
 
 def hide_credentials(text: str) -> str:
-    """Return a text with URLs that show neither a user (`s3://key:secret@...`) nor a query (a signature)."""
+    """Return a text with URLs that show neither a user (`s3://key:secret@...`) nor a query (a signature).
+
+    The credentials that the environment holds are not in it either: servers repeat them in what they answer.
+    """
+    for name in _SECRETS:
+        value = os.environ.get(name, "")
+        if len(value) >= 8:  # shorter ones are words of everyday in tests
+            text = text.replace(value, "***")
     return _QUERY.sub("", _CREDENTIALS.sub("", text))
 
 
@@ -18,7 +28,7 @@ def describe_error(error: BaseException) -> str:
     """Return what an error of any store says on one line without credentials; its kind where it says nothing."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
-    text = " ".join(hide_credentials(str(error)).split()).rstrip(".")
+    text = _NUMBER.sub("", " ".join(hide_credentials(str(error)).split())).rstrip(".")
     kind = "" if isinstance(error, OSError | ImportError | ValueError) and text else type(error).__name__
     text = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
     return ": ".join(part for part in (kind, text) if part)

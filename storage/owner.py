@@ -1,22 +1,24 @@
-"""One driver a run: who may write the journal, found by a lock on the same host and by a heartbeat from another."""
+"""One driver a run: take-over by a lock on the same host and by signs of life from another, fencing by the journal."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-import threading
-import time
-import uuid
+import posixpath
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from storage.errors import describe_error, hide_credentials
+from storage.exclusive import remove_leftovers
+from storage.heartbeat import NAME, Heartbeat, heartbeat_url, watch
 from storage.host_lock import HostLock, LockHeld
 from storage.journal import Entry, FencedOff, Journal
-from storage.small_files import read_file, remove_file, replace_file
-from storage.urls import join_url
+from storage.retry import as_os_error
+from storage.small_files import list_names, remove_files
+from storage.urls import join_url, local_path
 
+_LONGEST_LEASE_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
@@ -31,10 +33,11 @@ class RunExists(ValueError):
 class Owner:
     """The right to drive a run, from the take-over to `close`.
 
-    Whoever lost it is told by `FencedOff` at its next append or check: a driver that was held up, and taken for dead.
+    A driver that was held up and taken for dead is told by `FencedOff` at its next append or check.
     """
 
-    def __init__(self, journal: Journal, entry: Entry, lock: HostLock, heartbeat: _Heartbeat) -> None:
+    def __init__(self, journal: Journal, entry: Entry, lock: HostLock, heartbeat: Heartbeat) -> None:
+        """Made by `take_over`."""
         self.journal = journal
         self.number = entry.number
         self._lock = lock
@@ -45,11 +48,11 @@ class Owner:
         """Become the one driver of a run.
 
         A dead driver of this host is taken over at once; one of another host when its heartbeat has not changed for
-        the lease, measured by the clock of this process.
+        the lease (the longer of its own and this one), by the clock of this process.
 
         Args:
             run_url: the run's directory.
-            body: of the take-over record.
+            body: of the take-over record; `host` and `pid` in it are told to who is refused.
             lease_s: how long others shall wait for a sign of life of this driver.
             new: True for a run that must not exist yet, False for one that must, None for either.
 
@@ -59,33 +62,31 @@ class Owner:
             ValueError: not `new` and there is none, or the journal is damaged.
             OSError: the store can't be read or written.
         """
-        where = hide_credentials(run_url)
         journal = Journal(run_url)
-        _check_new(journal, new, where)
-        try:
-            lock = HostLock.acquire(run_url)
-        except LockHeld:
-            raise _alive(where, journal.newest("take_over")) from None
-        heartbeat = _Heartbeat(journal.url, uuid.uuid4().hex, lease_s)
-        try:
-            _check_new(journal, new, where)
+        _check_new(journal, new, run_url)
+        with contextlib.ExitStack() as undo:
+            try:
+                lock = HostLock.acquire(run_url)
+            except LockHeld:
+                raise _alive(run_url, journal.newest("take_over")) from None
+            undo.callback(lock.release)
+            _check_new(journal, new, run_url)
             before = journal.newest("take_over")
-            _wait_for_death(journal, before, lock, lease_s, where)
-            heartbeat.beat()
-            owner = {"heartbeat": heartbeat.name, "lock": lock.identity, "lease_s": lease_s}
+            if before is not None and _lives(before, journal, lock, lease_s, run_url):
+                raise _alive(run_url, before)
+            url = heartbeat_url(journal.url)
+            heartbeat = Heartbeat(url, lease_s / 3)
+            heartbeat.beat()  # before the record: who finds the record and no heartbeat takes it for an orderly end
+            undo.callback(heartbeat.stop)
+            facts = {"heartbeat": posixpath.basename(url), "lock": lock.identity, "lease_s": lease_s}
             assert "owner" not in body
-            entry = journal.append("take_over", {**body, "owner": owner})
-        except FencedOff:
-            heartbeat.stop()
-            lock.release()
-            raise _alive(where, Journal(run_url).newest("take_over")) from None
-        except BaseException:
-            heartbeat.stop()
-            lock.release()
-            raise
-        heartbeat.start()
-        if before is not None:
-            remove_file(join_url(journal.url, _owner_of(before)["heartbeat"]))
+            try:
+                entry = journal.append("take_over", {**body, "owner": facts})
+            except FencedOff:
+                raise _alive(run_url, Journal(run_url).newest("take_over")) from None
+            heartbeat.start()
+            undo.pop_all()
+        _remove_remains(journal.url, posixpath.basename(url))
         return cls(journal, entry, lock, heartbeat)
 
     def check(self) -> None:
@@ -106,83 +107,59 @@ class Owner:
         self.close()
 
 
-class _Heartbeat:
-    """A small object that changes every third of the lease while the driver lives, and goes with its orderly end."""
-
-    def __init__(self, folder_url: str, name: str, lease_s: float) -> None:
-        self.name = f"heartbeat-{name}"
-        self._url = join_url(folder_url, self.name)
-        self._lease_s = lease_s
-        self._count = 0
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def beat(self) -> None:
-        self._count += 1
-        replace_file(self._url, json.dumps({"beat": self._count}).encode())
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-        try:
-            remove_file(self._url)
-        except OSError as error:
-            _log.warning("%s stays behind: %s", hide_credentials(self._url), describe_error(error))
-
-    def _run(self) -> None:
-        while not self._end.wait(self._lease_s / 3):
-            try:
-                self.beat()
-            except OSError as error:
-                _log.warning("the driver's sign of life can't be written: %s", describe_error(error))
-
-
-def _check_new(journal: Journal, new: bool | None, where: str) -> None:
+def _check_new(journal: Journal, new: bool | None, run_url: str) -> None:
     there = bool(journal.entries())
+    where = hide_credentials(run_url)
     if new and there:
         raise RunExists(f"run_dir: {where} already holds a run; choose another directory, or resume that run.")
     if new is False and not there:
         raise ValueError(f"run_dir: {where} holds no run; check the path.")
 
 
-def _owner_of(entry: Entry) -> dict[str, Any]:
-    return entry.body["owner"]
+def _lives(before: Entry, journal: Journal, lock: HostLock, lease_s: float, run_url: str) -> bool:
+    """Return whether the driver of the take-over `before` gives a sign of life."""
+    facts = before.body.get("owner")
+    facts = facts if isinstance(facts, dict) else {}
+    if lock.identity is not None and facts.get("lock") == lock.identity:
+        return False  # it held the very lock that we hold now
+    name, its_lease_s = facts.get("heartbeat"), facts.get("lease_s")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        return False  # what we write always has one
+    if isinstance(its_lease_s, int | float) and 0 < its_lease_s <= _LONGEST_LEASE_S:
+        lease_s = max(lease_s, its_lease_s)
+
+    def tell() -> None:
+        who = _who(before) or " of another host"
+        _log.warning(
+            "%s has a driver%s that may still live; waiting %g s for a sign of life.",
+            hide_credentials(run_url),
+            who,
+            lease_s,
+        )
+
+    return watch(join_url(journal.url, name), lease_s, tell)
 
 
-def _wait_for_death(journal: Journal, before: Entry | None, lock: HostLock, lease_s: float, where: str) -> None:
-    """Return when the driver of the take-over `before` is gone; DriverAlive when it gives a sign of life."""
-    if before is None:
-        return
-    owner = _owner_of(before)
-    if lock.identity is not None and owner["lock"] == lock.identity:
-        return  # it held the very lock that we hold now
-    url = join_url(journal.url, owner["heartbeat"])
-    first = _read_beat(url)
-    end = time.monotonic() + max(lease_s, owner["lease_s"])
-    while (now := time.monotonic()) < end:
-        beat = _read_beat(url)
-        if beat is None:
-            return
-        if beat != first:
-            raise _alive(where, before)
-        time.sleep(min(end - now, max(lease_s / 20, 0.05)))
-
-
-def _read_beat(url: str) -> bytes | None:
+def _remove_remains(folder_url: str, own_heartbeat: str) -> None:
+    """Remove what dead drivers have left in the journal's folder; a failure is no harm."""
     try:
-        return read_file(url)
-    except FileNotFoundError:
-        return None
+        marks = ("heartbeat-", ".heartbeat-")
+        names = [name for name in list_names(folder_url) if name.startswith(marks) and own_heartbeat not in name]
+        remove_files([join_url(folder_url, name) for name in names])
+        folder = local_path(folder_url)
+        if folder is not None:
+            remove_leftovers(folder)
+    except Exception as error:  # every store has errors of its own
+        _log.warning("remains in %s stay: %s", hide_credentials(folder_url), describe_error(as_os_error(error)))
 
 
-def _alive(where: str, entry: Entry | None) -> DriverAlive:
-    body = entry.body if entry is not None else {}
-    who = f" (process {body['pid']} on {body['host']})" if {"pid", "host"} <= body.keys() else ""
+def _alive(run_url: str, entry: Entry | None) -> DriverAlive:
     return DriverAlive(
-        f"run_dir: {where} is driven by another living process{who}; stop that one, or wait for its end."
+        f"run_dir: {hide_credentials(run_url)} is driven by another living process{_who(entry)}; "
+        "stop that one, or wait for its end."
     )
+
+
+def _who(entry: Entry | None) -> str:
+    body = entry.body if entry is not None else {}
+    return f" (process {body['pid']} on {body['host']})" if {"pid", "host"} <= body.keys() else ""

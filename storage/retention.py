@@ -1,23 +1,32 @@
-"""Which staged sets go: all that are neither kept, nor being written, nor being read."""
+"""Which staged sets go: all that are neither kept, nor newer than we know of, nor being read."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
+import logging
+import os
+import posixpath
 import re
-import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator
 
-from storage.small_files import list_names, read_file, remove_file, replace_file
-from storage.urls import join_url
+from storage.errors import describe_error, hide_credentials
+from storage.heartbeat import Heartbeat
+from storage.manifest import MANIFEST_NAME
+from storage.retry import as_os_error, retried
+from storage.small_files import list_names, read_file, remove_file, remove_files, remove_folder
+from storage.urls import is_s3, join_url, local_path, open_filesystem
 
-MANIFEST = "manifest.json"
 _SET = re.compile(r"step-(\d{8,})-(\d+)")
+_READERS = "readers"  # a folder in the root: a marker for every reader, named by the set it reads
 _MARKER = re.compile(r"(step-\d{8,}-\d+)@[0-9a-f]{32}")
-_READERS = "readers"
-_BEAT_S = 5.0
+_BEAT_S = 5.0  # of a reader's marker
+_log = logging.getLogger(__name__)
+
+# Markers of readers that this process has seen: what they held, and since when by this process's clock.
+_seen: dict[str, tuple[bytes, float]] = {}
 
 
 def retire(
@@ -25,92 +34,146 @@ def retire(
 ) -> list[str]:
     """Remove the sets of a staging root that nobody needs, and return their names.
 
-    A set goes when it is neither kept nor own, no reader holds it, and its writer's take-over is not after ours. Its
-    manifest goes first, so that what a kill leaves is no set any more; the next call removes the rest.
+    A set goes when it is neither in `keep` nor in `own`, its writer's take-over is not later than ours, and no reader
+    holds it; so what killed writers have left goes, too. Its manifest goes first: what a kill leaves in the middle of
+    it is no set any more, and goes with the next call. Only files that lie directly in folders named like sets are
+    touched, through no symbolic link.
 
     Args:
         root_url: the folder that holds the sets.
         keep: names of sets to keep.
-        own: names of sets that this driver is writing.
-        lease_s: how long a reader of another host may go without a sign of life.
-        take_over: number of this driver's take-over; None takes the greatest in `keep` and `own`.
+        own: names of sets that are being written.
+        lease_s: how long a reader may go without a sign of life. Nothing is waited for: the signs are compared with
+            those of earlier calls in this process.
+        take_over: number of our take-over; None for the greatest in `keep` and `own`.
+
+    Raises:
+        ValueError: a name is none of a set.
+        OSError: the store can't be read or written.
     """
-    root = root_url.rstrip("/")
+    root = root_url.rstrip("/") or "/"
     stay = {*keep, *own}
-    for name in stay:
-        _check_name(name)
-    if take_over is None:
-        take_over = max((_take_over_of(name) for name in stay), default=0)
-    stay |= _sets_read(root, lease_s)
-    gone = []
-    for name in list_names(root):
-        if not _SET.fullmatch(name) or name in stay or _take_over_of(name) > take_over:
-            continue
-        remove_file(join_url(root, f"{name}/{MANIFEST}"))
-        if name in _sets_read(root, lease_s):  # a reader that had the manifest before it went
-            continue
-        for file in list_names(join_url(root, name)):
-            remove_file(join_url(root, f"{name}/{file}"))
-        gone.append(name)
-    return gone
+    latest = max((_take_over_of(name) for name in stay), default=0) if take_over is None else take_over
+    candidates = [
+        name
+        for name in list_names(root)
+        if _SET.fullmatch(name) and name not in stay and _take_over_of(name) <= latest and _is_folder(root, name)
+    ]
+    read = _sets_read(root, lease_s) if candidates else set()
+    return [name for name in candidates if name not in read and _remove_set(root, name, lease_s)]
 
 
 @contextlib.contextmanager
 def being_read(root_url: str, set_name: str) -> Iterator[None]:
-    """Keep a set from being retired while it is read; its manifest has to be read inside."""
-    _check_name(set_name)
-    url = join_url(root_url.rstrip("/"), f"{_READERS}/{set_name}@{uuid.uuid4().hex}")
-    replace_file(url, b"{}")
-    end = threading.Event()
+    """Keep a set from being retired, by whatever process, while it is read; its manifest has to be read inside.
 
-    def beat() -> None:
-        count = 0
-        while not end.wait(_BEAT_S):
-            count += 1
-            with contextlib.suppress(OSError):
-                replace_file(url, json.dumps({"beat": count}).encode())
+    A store that may only be read takes no marker: then the set is read unprotected.
 
-    thread = threading.Thread(target=beat, name="reading", daemon=True)
-    thread.start()
+    Raises:
+        ValueError: the name is none of a set.
+        FileNotFoundError: there is no such set on the local disk.
+        OSError: the store can't be written.
+    """
+    _take_over_of(set_name)
+    root = root_url.rstrip("/") or "/"
+    if not _is_folder(root, set_name):
+        raise FileNotFoundError(errno.ENOENT, "there is no such set", hide_credentials(join_url(root, set_name)))
+    marker = join_url(root, f"{_READERS}/{set_name}@{uuid.uuid4().hex}")
+    heartbeat = Heartbeat(marker, _BEAT_S)
+    try:
+        _mark(heartbeat)
+    except OSError as error:
+        if not isinstance(error, PermissionError) and error.errno != errno.EROFS:
+            raise
+        _log.info("%s is read without a marker: %s", hide_credentials(root), describe_error(error))
+        yield
+        return
+    heartbeat.start()
     try:
         yield
     finally:
-        end.set()
-        thread.join()
-        remove_file(url)
+        heartbeat.stop()
+        _remove_readers_folder(root)
 
 
-_seen: dict[str, tuple[bytes, float]] = {}  # markers of readers: what they held, and since when
+def _remove_set(root: str, name: str, lease_s: float) -> bool:
+    """Remove a set and return whether nothing is left of it."""
+    url = join_url(root, name)
+    remove_file(join_url(url, MANIFEST_NAME))
+    if name in _sets_read(root, lease_s):  # a reader that came before the manifest went: the rest goes next time
+        return False
+    _abort_uploads(url)
+    remove_files([join_url(url, file) for file in list_names(url)])
+    return remove_folder(url)
 
 
 def _sets_read(root: str, lease_s: float) -> set[str]:
+    """Return the sets that have a marker of a living reader; markers that didn't change for the lease are removed."""
     read = set()
-    for name in list_names(join_url(root, _READERS)):
+    names = list_names(join_url(root, _READERS))
+    for marker in [one for one in _seen if posixpath.dirname(one) == join_url(root, _READERS)]:
+        if posixpath.basename(marker) not in names:  # that reader is done
+            _seen.pop(marker, None)
+    for name in names:
         match = _MARKER.fullmatch(name)
-        if not match:
+        if match is None:
             continue
-        url = join_url(root, f"{_READERS}/{name}")
+        marker = join_url(root, f"{_READERS}/{name}")
         try:
-            beat = read_file(url)
-        except FileNotFoundError:
+            sign = read_file(marker)
+        except FileNotFoundError:  # done by now
             continue
-        last, since = _seen.get(url, (None, 0.0))
-        if last != beat:
-            _seen[url] = (beat, time.monotonic())
+        last, since = _seen.get(marker, (None, 0.0))
+        if sign != last:
+            _seen[marker] = (sign, time.monotonic())
         elif time.monotonic() - since > max(lease_s, 4 * _BEAT_S):
-            remove_file(url)
-            _seen.pop(url, None)
+            remove_file(marker)
+            _remove_readers_folder(root)
+            _seen.pop(marker, None)
             continue
         read.add(match[1])
     return read
 
 
+def _mark(heartbeat: Heartbeat) -> None:
+    """Write a reader's marker, though another reader's end may remove the folder in between."""
+    for _ in range(10):
+        with contextlib.suppress(FileNotFoundError):
+            heartbeat.beat()
+            return
+    heartbeat.beat()
+
+
+def _remove_readers_folder(root: str) -> None:
+    try:
+        remove_folder(join_url(root, _READERS))
+    except Exception as error:  # every store has errors of its own; an empty folder is no harm
+        _log.info("an empty folder stays in %s: %s", hide_credentials(root), describe_error(as_os_error(error)))
+
+
+def _abort_uploads(url: str) -> None:
+    """Give up what killed writers have begun to upload into a set in parts: S3 keeps, and bills, it out of sight."""
+    filesystem, folder = open_filesystem(url)
+    if not is_s3(filesystem):
+        return
+    bucket, prefix, _ = filesystem.split_path(f"{folder}/")
+    try:
+        found = retried(lambda: filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix))
+        for upload in found.get("Uploads", []):
+            place = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            filesystem.call_s3("abort_multipart_upload", **place)
+    except Exception as error:  # servers that don't know it, credentials that don't allow it: the set goes all the same
+        _log.info("unfinished uploads of %s stay: %s", hide_credentials(url), describe_error(as_os_error(error)))
+
+
+def _is_folder(root: str, name: str) -> bool:
+    """Return whether a set of that name may be there: on the local disk, a folder itself and no link to one."""
+    path = local_path(join_url(root, name))
+    return path is None or (os.path.isdir(path) and not os.path.islink(path))
+
+
 def _take_over_of(name: str) -> int:
     match = _SET.fullmatch(name)
-    assert match is not None, name
+    if match is None:
+        raise ValueError(f"{name!r} is no name of a staged set; such names look like 'step-00000012-1'.")
     return int(match[2])
-
-
-def _check_name(name: str) -> None:
-    if not _SET.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a staged set; such names are like 'step-00000012-1'.")

@@ -49,7 +49,7 @@ def is_transient(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith(_STORE_LIBRARIES)}
     if names & _NEVER_TRANSIENT:
         return False
-    status, code = _answer_of(error)
+    status, code = answer_of(error)
     return bool(names & _LOST_ON_THE_WAY) or status == 429 or status >= 500 or code in _WORTH_ANOTHER_TRY
 
 
@@ -99,8 +99,8 @@ def as_os_error(error: Exception) -> Exception:
     return OSError(errno.EIO, describe_error(error))
 
 
-def _answer_of(error: BaseException) -> tuple[int, str]:
-    """Return the HTTP status and the code of the answer behind an error; 0 and "" where there is none."""
+def answer_of(error: BaseException) -> tuple[int, str]:
+    """Return the HTTP status and the error code of the answer behind an error; 0 and "" where there is none."""
     for one in (error, error.__cause__):
         answer: Any = getattr(one, "response", None)
         if isinstance(answer, dict):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import posixpath
+import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from storage.retry import retried
-from storage.urls import local_path, open_filesystem
+from storage.urls import is_s3, local_path, open_filesystem
 
-_THREADS = 16  # of reading many objects
+MAX_BYTES = 64 * 2**20
+_THREADS = 16  # of requests to one store for many files
 
 
 def list_names(url: str | os.PathLike[str]) -> list[str]:
@@ -20,7 +25,7 @@ def list_names(url: str | os.PathLike[str]) -> list[str]:
     if path is not None:
         try:
             return sorted(os.listdir(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
     filesystem, folder = open_filesystem(url)
 
@@ -31,26 +36,35 @@ def list_names(url: str | os.PathLike[str]) -> list[str]:
         except FileNotFoundError:
             return []
 
-    names = {posixpath.basename(name.rstrip("/")) for name in retried(ls) if name.rstrip("/") != folder.rstrip("/")}
-    return sorted(names - {""})
+    inside = (name.rstrip("/") for name in retried(ls))
+    return sorted({posixpath.basename(name) for name in inside if name != folder.rstrip("/")})
 
 
 def read_file(url: str | os.PathLike[str]) -> bytes:
-    """Return a whole file; FileNotFoundError when there is none."""
+    """Return a whole file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it has more than 64 MiB, or is no plain file.
+    """
     path = local_path(url)
     if path is not None:
-        with open(path, "rb") as file:
-            return file.read()
-    filesystem, name = open_filesystem(url)
-    return retried(lambda: filesystem.cat_file(name))
+        data = _read_local(path)
+    else:
+        data = retried(lambda: _read_object(*open_filesystem(url)))
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    return data
 
 
 def read_files(urls: Sequence[str]) -> list[bytes]:
-    """Return several files in order; objects of a remote store are fetched side by side."""
-    if not urls or local_path(urls[0]) is not None:
-        return [read_file(url) for url in urls]
-    with ThreadPoolExecutor(min(_THREADS, len(urls))) as threads:
-        return list(threads.map(read_file, urls))
+    """Return several files of one store in order; objects of a remote one are fetched side by side."""
+    return _side_by_side(read_file, urls)
+
+
+def remove_files(urls: Sequence[str]) -> None:
+    """Remove several files of one store, those that are there."""
+    _side_by_side(remove_file, urls)
 
 
 def file_exists(url: str | os.PathLike[str]) -> bool:
@@ -67,43 +81,94 @@ def file_exists(url: str | os.PathLike[str]) -> bool:
     return retried(exists)
 
 
-def replace_file(url: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file whole, over an older one: a reader sees the old or the new. Not synced to the disk."""
+def replace_file(url: str | os.PathLike[str], data: bytes, *, patient: bool = True) -> None:
+    """Write a file whole, over an older one: a reader sees the old or the new. Not synced to the disk.
+
+    Args:
+        url: the file; its folders are made.
+        data: what it holds then.
+        patient: False makes one short attempt only, for what is written again soon anyway.
+    """
     path = local_path(url)
     if path is None:
-        filesystem, name = open_filesystem(url)
-        retried(lambda: filesystem.pipe_file(name, data))
+        filesystem, name = open_filesystem(url, patient=patient)
+        retried(lambda: filesystem.pipe_file(name, data), attempts=4 if patient else 1)
         return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    temporary = f"{path}.{uuid.uuid4().hex}.new"
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    temporary = os.path.join(folder, temporary_name(name))
     try:
         with open(temporary, "xb") as file:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        _unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
 
 
-def remove_file(url: str | os.PathLike[str]) -> None:
-    """Remove a file, if it is there."""
+def temporary_name(name: str) -> str:
+    """Return a new name for a local file that is to become `name`."""
+    return f".{name}.{uuid.uuid4().hex}.new"
+
+
+def remove_file(url: str | os.PathLike[str], *, patient: bool = True) -> None:
+    """Remove a file, if it is there; a folder stays. Impatient as in `replace_file`."""
     path = local_path(url)
     if path is not None:
-        _unlink(path)
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(path)
         return
-    filesystem, name = open_filesystem(url)
+    filesystem, name = open_filesystem(url, patient=patient)
 
     def remove() -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             filesystem.rm_file(name)
-        except FileNotFoundError:
-            return
 
-    retried(remove)
+    retried(remove, attempts=4 if patient else 1)
 
 
-def _unlink(path: str) -> None:
+def remove_folder(url: str | os.PathLike[str]) -> bool:
+    """Remove a folder if it is empty, and return whether it is gone; object stores that keep such are asked, too."""
+    path = local_path(url)
+    if path is not None:
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+                raise
+        return not os.path.lexists(path)
+    if list_names(url):
+        return False
+    filesystem, name = open_filesystem(url)
+    if is_s3(filesystem):
+        retried(lambda: filesystem.rm_file(f"{name.rstrip('/')}/"))  # SeaweedFS keeps folders; others know no such key
+    else:
+        with contextlib.suppress(OSError, NotImplementedError):
+            filesystem.rmdir(name)
+    return True
+
+
+def _read_local(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for otherwise
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("it is no plain file")
+        return file.read(MAX_BYTES + 1)
+
+
+def _read_object(filesystem: Any, name: str) -> bytes:
     try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
+        return filesystem.cat_file(name, start=0, end=MAX_BYTES + 1)
+    except OSError as error:
+        # S3 knows no range of an empty object.
+        if error.errno != errno.EINVAL or filesystem.size(name) != 0:
+            raise
+        return b""
+
+
+def _side_by_side(action: Callable[[str], Any], urls: Sequence[str]) -> list[Any]:
+    if len(urls) < 2 or local_path(urls[0]) is not None:
+        return [action(url) for url in urls]
+    with ThreadPoolExecutor(min(_THREADS, len(urls))) as threads:
+        return list(threads.map(action, urls))

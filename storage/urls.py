@@ -39,6 +39,11 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
     return path if isinstance(filesystem, LocalFileSystem) else None
 
 
+def is_s3(filesystem: AbstractFileSystem) -> bool:
+    """Return whether a file system is s3fs, whose calls take S3's own options."""
+    return "s3" in filesystem.protocol
+
+
 def join_url(url: str | os.PathLike[str], name: str) -> str:
     """Return the path or URL of `name` inside the folder `url`."""
     return posixpath.join(os.fspath(url), name)

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.services.seaweed import s3_server, s3_url  # noqa: F401 (fixtures)
+
 # Before torch is imported: tests share few cores, and results must not hang on how many there are.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from storage.errors import hide_credentials
+from storage.errors import describe_error, hide_credentials
 from storage.journal import Entry
 from storage.manifest import MANIFEST_NAME, DamagedState, Manifest
 from storage.retention import being_read
-from storage.small_files import file_exists
+from storage.small_files import file_exists, list_names
 from storage.state import read_state
-from storage.urls import join_url
+from storage.urls import join_url, open_filesystem
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,20 @@ def reading(url: str) -> Iterator[None]:
         with suppress(OSError, ValueError):
             stack.enter_context(being_read(root, name))
         yield
+
+
+def look_into(url: str) -> set[str]:
+    """Return the names of what lies in a folder, none where there is no folder.
+
+    Raises:
+        ValueError: it is a file, or can't be looked into.
+    """
+    try:
+        filesystem, path = open_filesystem(url)
+        if filesystem.isfile(path):
+            raise NotADirectoryError("it is a file")
+        return set(list_names(url))
+    except Exception as error:  # every store has errors of its own
+        raise ValueError(
+            f"{hide_credentials(url)} can't be read ({describe_error(error)}); check the place."
+        ) from error

@@ -11,17 +11,14 @@ import torch
 from fsspec import AbstractFileSystem
 from torch import Tensor
 
-from nereus.commits import Commit, live_commits, read_commit, reading
-from nereus.identity import checkpoint_of, parse_spec, tokenizer_of
+from nereus.commits import look_into
 from nereus.model.export import abandon_export, begin_export, finish_export, write_slices
 from nereus.model.spec import ModelSpec, tensors
-from nereus.origin import GROUPS, SPECS, Role
-from nereus.resume import RecordedRun, read_recorded, staging_root
-from nereus.tensor_source import StateSource, TensorSource, check_tensors
+from nereus.origin import GROUPS, NoCommit, Origin, Role, copy_from
+from nereus.tensor_source import TensorSource, check_tensors
 from storage.errors import describe_error, hide_credentials
-from storage.manifest import DamagedState
 from storage.slices import TensorSlice
-from storage.urls import join_url, local_path, open_filesystem
+from storage.urls import local_path, open_filesystem
 
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 _CHUNK_BYTES = 2**24
@@ -64,63 +61,39 @@ def export_run(
     run_dir, out = run_dir.rstrip("/"), out.rstrip("/")
     if role not in GROUPS:
         raise ValueError(f"role is {role!r}; it must be actor or critic.")
+    names = look_into(run_dir)
+    has_final = "final" in names and "config.json" in look_into(f"{run_dir}/final")
+    check_new(out)
+    can_be_final = has_final and role == "actor" and step is None
     try:
-        source, source_path = open_filesystem(f"{run_dir}/final")
-        has_final = source.exists(f"{source_path}/config.json")
-        has_journal = source.exists(f"{source_path.removesuffix('/final')}/journal")
-        check_new(out)
+        if "journal" in names:
+            return copy_from(run_dir, lambda origin: _export(origin, out, role, on_progress), step=step)
+    except NoCommit as error:
+        if can_be_final:
+            return Exported(tuple(_copy_final(run_dir, out)), None, (str(error),))
+        raise
     except ValueError:
         raise
-    except Exception as error:  # every store has errors of its own
+    except Exception as error:
         raise _refusal(run_dir, out, error) from error
-    notes: list[str] = []
-    run = read_recorded(run_dir) if has_journal else None
-    for commit in reversed(live_commits(run.entries)) if run is not None else ():
-        if step not in (None, commit.step):
-            continue
-        try:
-            assert run is not None
-            return _export_commit(run, commit, out, role, on_progress, tuple(notes))
-        except DamagedState as error:
-            notes.append(str(error))
-        except OSError as error:
-            raise _refusal(run_dir, out, error) from error
-    if step is None and role == "actor" and has_final:
-        return Exported(tuple(_copy_final(run_dir, out)), None, tuple(notes))
-    raise _nothing(run_dir, run, role, step, notes)
+    if can_be_final:
+        return Exported(tuple(_copy_final(run_dir, out)), None)
+    missing = "finished run (no final/config.json)" if role == "actor" and step is None else "run with commits"
+    raise ValueError(f"{hide_credentials(run_dir)} holds no {missing}; give the directory of a run.")
 
 
-def _nothing(run_dir: str, run: RecordedRun | None, role: str, step: int | None, notes: Sequence[str]) -> ValueError:
-    where = hide_credentials(run_dir)
-    if notes:
-        return ValueError(f"{where} holds no commit that is intact: {notes[0]}")
-    if run is None:
-        what = "no finished run (no final/config.json)" if step is None and role == "actor" else "no commits"
-        return ValueError(f"{where} holds {what}; give a run that has ended or one that was started with this version.")
-    steps = ", ".join(str(commit.step) for commit in live_commits(run.entries))
-    if step is not None and steps:
-        return ValueError(f"{where} has no commit of step {step}; the steps that it has are {steps}.")
-    return ValueError(f"{where} holds no commit yet; wait for the end of its first step.")
-
-
-def _export_commit(
-    run: RecordedRun, commit: Commit, out: str, role: Role, on_progress: OnProgress | None, notes: tuple[str, ...]
-) -> Exported:
-    root = staging_root(run.config)
-    url = join_url(root, commit.set_name)
-    with reading(url):
-        manifest = read_commit(root, commit)
-        source = StateSource(url, manifest, GROUPS[role])
-        files = write_checkpoint(
-            source,
-            parse_spec(run.identity[f"{SPECS[role]}.spec"]),
-            out,
-            where=hide_credentials(url),
-            config_from=checkpoint_of(run.config, SPECS[role]),
-            tokenizer_from=tokenizer_of(run.config),
-            on_progress=on_progress,
-        )
-    return Exported(files, commit.step, notes)
+def _export(origin: Origin, out: str, role: Role, on_progress: OnProgress | None) -> Exported:
+    group = GROUPS[role]
+    files = write_checkpoint(
+        origin.sources[group],
+        origin.specs[group],
+        out,
+        where=origin.where,
+        config_from=origin.config_from[role],
+        tokenizer_from=origin.tokenizer_from,
+        on_progress=on_progress,
+    )
+    return Exported(files, origin.step, origin.notes)
 
 
 def write_checkpoint(
@@ -179,9 +152,7 @@ def _read_all(
 
 def check_new(out: str) -> None:
     """Raise ValueError unless `out` is a place where nothing is yet."""
-    filesystem, path = open_filesystem(out)
-    filesystem.invalidate_cache()
-    if filesystem.exists(path) and (not filesystem.isdir(path) or bool(filesystem.find(path))):
+    if look_into(out):
         raise ValueError(f"{hide_credentials(out)} is not empty; give a new directory.")
 
 

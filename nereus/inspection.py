@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nereus.commits import Commit, list_commits, live_commits, read_commit, reading
+from nereus.commits import Commit, list_commits, live_commits, look_into, read_commit, reading
 from nereus.resume import RecordedRun, read_recorded, staging_root
 from storage.errors import describe_error, hide_credentials
 from storage.journal import DamagedJournal
 from storage.manifest import MANIFEST_NAME, DamagedState, Manifest
+from storage.small_files import file_exists, list_names
 from storage.state import read_state, verify_state
 from storage.urls import join_url, open_filesystem
 
@@ -117,24 +118,23 @@ def inspect(url: str, *, verify: bool = False, on_bytes: OnBytes | None = None) 
         ValueError: there is neither a run nor staged state, or it can't be read.
     """
     url = url.rstrip("/")
+    names = look_into(url)
     try:
-        filesystem, path = open_filesystem(url)
-        filesystem.invalidate_cache()
-        if filesystem.exists(join_url(path, MANIFEST_NAME)):
+        if MANIFEST_NAME in names:
             return Inspection(url, "state", (_report_alone(url, verify, on_bytes),), verified=verify)
-        if filesystem.exists(join_url(path, "journal")) or filesystem.exists(join_url(path, "run.yaml")):
+        if names & {"journal", "run.yaml"}:
             return _inspect_run(url, verify, on_bytes)
-        names = [name for name in _sets_in(url) if filesystem.exists(join_url(join_url(path, name), MANIFEST_NAME))]
+        sets = [name for name in _sets_of(names) if file_exists(join_url(join_url(url, name), MANIFEST_NAME))]
+        reports = tuple(_report_alone(join_url(url, name), verify, on_bytes) for name in sets)
     except ValueError:
         raise
     except Exception as error:  # every store has errors of its own
         raise ValueError(f"{hide_credentials(url)} can't be read ({describe_error(error)}).") from error
-    if not names:
+    if not reports:
         raise ValueError(
             f"{hide_credentials(url)} holds neither a run nor committed state (no {MANIFEST_NAME}); "
             "give a run's directory or the folder of a staged set."
         )
-    reports = tuple(_report_alone(join_url(url, name), verify, on_bytes) for name in names)
     return Inspection(url, "sets", reports, verified=verify)
 
 
@@ -156,7 +156,7 @@ def _inspect_run(run_dir: str, verify: bool, on_bytes: OnBytes | None) -> Inspec
 
 def _inspect_recorded(run_dir: str, run: RecordedRun, verify: bool, on_bytes: OnBytes | None) -> Inspection:
     root = staging_root(run.config)
-    present = _sets_in(root)
+    present = _sets_of(list_names(root))
     live = live_commits(run.entries)
     # Older ones may have been retired; of the newest that are kept each must be there.
     kept = {commit.set_name for commit in live[-run.config.staging.keep :]}
@@ -183,13 +183,8 @@ def _take_overs(run: RecordedRun) -> Iterable[dict[str, Any]]:
             yield {"number": entry.number, **{key: entry.body.get(key) for key in ("host", "pid", "flow_run_id")}}
 
 
-def _sets_in(root: str) -> list[str]:
-    """Return the names of a staging root's sets, sorted; those of the earliest step first."""
-    filesystem, path = open_filesystem(root)
-    try:
-        names = [name.rstrip("/").rsplit("/", 1)[-1] for name in filesystem.ls(path, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _sets_of(names: Iterable[str]) -> list[str]:
+    """Return which names in a staging root are those of sets; the earliest step first."""
     return sorted(name for name in names if name.startswith("step-"))
 
 

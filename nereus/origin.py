@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from nereus.commits import live_commits, read_commit, reading
+from nereus.commits import live_commits, look_into, read_commit, reading
 from nereus.identity import checkpoint_of, parse_spec, tokenizer_of
 from nereus.model.checkpoint import has_value_head, read_config, read_spec
 from nereus.model.fingerprint import fingerprint
@@ -19,8 +19,9 @@ from nereus.tensor_source import HuggingFaceSource, StateSource, TensorSource
 from storage.errors import hide_credentials
 from storage.manifest import MANIFEST_NAME, DamagedState, Manifest
 from storage.state import read_state
-from storage.urls import join_url, open_filesystem
+from storage.urls import join_url
 
+T = TypeVar("T")
 Role = Literal["actor", "critic"]
 GROUPS = {"actor": "actor.training", "critic": "critic.training"}
 SPECS = {"actor": "model", "critic": "critic"}  # a role's name in a run config
@@ -42,28 +43,63 @@ class Origin:
     notes: tuple[str, ...] = ()
 
 
-@contextmanager
-def open_origin(url: str) -> Iterator[Origin]:
-    """Give what lies in a folder, kept from being retired until the end of the block.
+class NoCommit(ValueError):
+    """A run has no commit, or not the one asked for, or none that is whole."""
+
+
+def copy_from(url: str, copy: Callable[[Origin], T], *, step: int | None = None) -> T:
+    """Return what `copy` returns for what lies in a folder; while it runs, the folder is kept from being retired.
+
+    Of a run the commits are tried, newest first, until one turns out to be whole.
+
+    Args:
+        copy: raises DamagedState where it finds damage, and leaves nothing behind then.
+        step: of the commit of a run; None means the newest.
 
     Raises:
-        ValueError: none of the three is there. A DamagedState where a manifest is damaged.
+        NoCommit: see there.
+        DamagedState: a set that was named alone is damaged.
+        ValueError: the folder holds nothing that can be copied.
     """
-    filesystem, path = open_filesystem(url)
-    filesystem.invalidate_cache()
-    with ExitStack() as stack:
-        if filesystem.exists(join_url(path, MANIFEST_NAME)):
-            stack.enter_context(reading(url))
-            yield _origin_of_state(url, read_state(url), {})
-        elif filesystem.exists(join_url(path, "journal")):
-            yield _origin_of_run(url, stack)
-        elif filesystem.exists(join_url(path, "config.json")):
-            yield _origin_of_checkpoint(url, stack)
-        else:
-            raise ValueError(
-                f"{hide_credentials(url)} holds neither staged state ({MANIFEST_NAME}), nor a run (journal/), nor a "
-                "Hugging Face checkpoint (config.json); give the folder of one of them."
-            )
+    names = look_into(url)
+    if MANIFEST_NAME in names:
+        with reading(url):
+            return copy(_origin_of_state(url, read_state(url), {}))
+    if "journal" in names:
+        return _copy_from_run(url, copy, step)
+    if "config.json" in names:
+        with ExitStack() as stack:
+            return copy(_origin_of_checkpoint(url, stack))
+    raise ValueError(
+        f"{hide_credentials(url)} holds neither staged state ({MANIFEST_NAME}), nor a run (journal/), nor a Hugging "
+        "Face checkpoint (config.json); give the folder of one of them."
+    )
+
+
+def _copy_from_run(run_dir: str, copy: Callable[[Origin], T], step: int | None) -> T:
+    run = read_recorded(run_dir)
+    root, commits = staging_root(run.config), live_commits(run.entries)
+    folders = {role: checkpoint_of(run.config, SPECS[role]) for role in GROUPS}
+    notes: list[str] = []
+    for commit in reversed([commit for commit in commits if step in (None, commit.step)]):
+        url = join_url(root, commit.set_name)
+        with reading(url):
+            try:
+                origin = _origin_of_state(url, read_commit(root, commit), run.identity)
+                tokenizer = tokenizer_of(run.config)
+                return copy(replace(origin, config_from=folders, tokenizer_from=tokenizer, notes=tuple(notes)))
+            except DamagedState as error:
+                notes.append(str(error))
+    raise _no_commit(run_dir, [commit.step for commit in commits], step, notes)
+
+
+def _no_commit(run_dir: str, steps: Sequence[int], step: int | None, damage: Sequence[str]) -> NoCommit:
+    where = hide_credentials(run_dir)
+    if damage:
+        return NoCommit(f"{where} holds no {'commit' if step is None else f'step {step}'} that is intact: {damage[0]}")
+    if step is not None and steps:
+        return NoCommit(f"{where} has no commit of step {step}; those it has are of {', '.join(map(str, steps))}.")
+    return NoCommit(f"{where} holds no commit yet; wait for the end of its first step.")
 
 
 def _origin_of_state(url: str, manifest: Manifest, identity: Mapping[str, str]) -> Origin:
@@ -83,31 +119,6 @@ def _origin_of_state(url: str, manifest: Manifest, identity: Mapping[str, str]) 
     sources = {group: StateSource(url, manifest, group) for group in specs}
     state, plan = manifest.run_state, manifest.plan
     return Origin(where, sources, specs, manifest.run_id, manifest.step, state, plan, dict.fromkeys(GROUPS), None)
-
-
-def _origin_of_run(url: str, stack: ExitStack) -> Origin:
-    """Return the newest intact commit of a run; only its manifest is looked at yet."""
-    run = read_recorded(url)
-    root = staging_root(run.config)
-    notes: list[str] = []
-    for commit in reversed(live_commits(run.entries)):
-        place = join_url(root, commit.set_name)
-        mark = stack.enter_context(ExitStack())
-        mark.enter_context(reading(place))
-        try:
-            origin = _origin_of_state(place, read_commit(root, commit), run.identity)
-        except DamagedState as error:
-            notes.append(str(error))
-            mark.close()
-            continue
-        folders = {role: checkpoint_of(run.config, SPECS[role]) for role in GROUPS}
-        return replace(origin, config_from=folders, tokenizer_from=tokenizer_of(run.config), notes=tuple(notes))
-    where = hide_credentials(url)
-    raise ValueError(
-        f"{where} holds no commit that is intact: {notes[0]}"
-        if notes
-        else f"{where} holds no commit yet; wait for one."
-    )
 
 
 def _origin_of_checkpoint(url: str, stack: ExitStack) -> Origin:

@@ -16,7 +16,7 @@ from nereus.export import OnProgress, check_new, write_checkpoint
 from nereus.layout import Layout, check_layout
 from nereus.model.export import make_partial_folder, rename_folder
 from nereus.model.spec import tensors
-from nereus.origin import GROUPS, Origin, Role, open_origin
+from nereus.origin import GROUPS, Origin, Role, copy_from
 from nereus.plan import Plan, StagePlan
 from nereus.staged_state import ShardOrder, plan_shards
 from nereus.tensor_source import TensorSource
@@ -72,17 +72,22 @@ def reshard(
     layout = Layout(tp, pp)
     try:
         check_new(target)
-        with open_origin(source) as origin:
-            for spec in origin.specs.values():
-                check_layout(spec, layout)
-            if to == "hf":
-                return _write_checkpoint(origin, target, pp, role, on_progress)
-            return _write_state(origin, target, layout, on_progress)
+        return copy_from(source, lambda origin: _copy(origin, target, layout, to, role, on_progress))
     except ValueError:
         raise
     except Exception as error:  # every store has errors of its own
         where = f"{hide_credentials(source)} can't be copied to {hide_credentials(target)}"
         raise ValueError(f"{where} ({describe_error(error)}); nothing is left of the copy.") from error
+
+
+def _copy(
+    origin: Origin, target: str, layout: Layout, to: Kind, role: Role, on_progress: OnProgress | None
+) -> Resharded:
+    for spec in origin.specs.values():
+        check_layout(spec, layout)
+    if to == "hf":
+        return _write_checkpoint(origin, target, layout.pp, role, on_progress)
+    return _write_state(origin, target, layout, on_progress)
 
 
 # To a Hugging Face checkpoint

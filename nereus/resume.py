@@ -12,7 +12,7 @@ from nereus.config import ConfigError, RunConfig, build_config, override_config
 from nereus.identity import compute_identity
 from nereus.runtime.job import prepare_job
 from storage.errors import describe_error, hide_credentials
-from storage.journal import Entry, Journal
+from storage.journal import DamagedJournal, Entry, Journal
 from storage.urls import local_path
 
 __all__ = ["RecordedRun", "check_resumable", "check_resume", "compute_identity", "fit_plan", "read_recorded",
@@ -55,7 +55,7 @@ def read_recorded(run_dir: str) -> RecordedRun:
     where = hide_credentials(run_dir)
     try:
         entries = tuple(Journal(run_dir).entries())
-    except ValueError:
+    except DamagedJournal:
         raise
     except Exception as error:  # every store has errors of its own
         raise ValueError(f"RUN_DIR {where} can't be read ({describe_error(error)}); check the access.") from error
@@ -90,10 +90,9 @@ def check_resume(
     Raises:
         ValueError: something else differs; the message names the field, both values and the mend.
     """
-    before, now = dict(_leaves(recorded.model_dump(mode="json"))), dict(_leaves(config.model_dump(mode="json")))
-    for field in sorted(before.keys() | now.keys(), key=list({**before, **now}).index):
-        if not _may_change(field) and before.get(field) != now.get(field):
-            raise _changed(field, before.get(field), now.get(field))
+    for field, before, now in _differences(recorded.model_dump(mode="json"), config.model_dump(mode="json")):
+        if not _may_change(field):
+            raise _changed(field, before, now)
     if config.steps < recorded.steps:
         raise ValueError(
             f"`steps` was {recorded.steps} when this run was started and is {config.steps} now; a run can only be made "
@@ -107,12 +106,13 @@ def _may_change(field: str) -> bool:
     return field in ("steps", *_PLACES) or any(f"{field}.".startswith(f"{key}.") for key in _EXECUTION)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _differences(before: Any, now: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted keys whose values differ, with both values."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), f"{field}.{key}" if field else key)
+    elif before != now:
+        yield field, before, now
 
 
 def _changed(field: str, before: Any, now: Any) -> ValueError:
@@ -163,7 +163,7 @@ def _check_identity(
                 f"instead of {_short(before)}); restore the file, {_NEW_RUN}."
             )
         what = "tokenizer" if "tokenizer" in key else "model"
-        if before and now and before.split(":")[:2] != now.split(":")[:2] and "tiny" not in before + now:
+        if {kind for text in (before, now) for kind in ("full", "sampled") if f":{kind}:" in str(text)} > {"full"}:
             was = _show(_value_at(recorded, field))
             raise ValueError(
                 f"`{field}`: the fingerprint of {place} is {_short(now)} and can't be compared with the recorded "

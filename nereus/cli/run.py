@@ -53,7 +53,7 @@ def _run_flow(config: RunConfig, *, resume_from: str | None = None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there are workers to free
     with RunView(console) as view, watch(view):
         try:
-            result = run_here(config, **({} if resume_from is None else {"resume_from": resume_from}))
+            result = run_here(config, resume_from=resume_from)
         except KeyboardInterrupt:
             fail(_with_mend("Stopped; the workers are freed", view.run_dir or resume_from), 1)
         except FencedOff as error:  # the run goes on without us

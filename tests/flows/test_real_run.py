@@ -32,4 +32,4 @@ def test_from_a_recipe_to_a_checkpoint_that_transformers_loads(tmp_path: Path):
 
     again = CliRunner().invoke(app, ["run", "tiny-cpu", *SMALL, "--run-dir", str(run_dir)])
     assert again.exit_code == 2
-    assert again.stderr.startswith(f"nereus: run_dir: {run_dir} already holds a run; choose another directory.")
+    assert again.stderr.startswith(f"nereus: run_dir: {run_dir} already holds a run; choose another directory, or")

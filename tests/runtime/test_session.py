@@ -18,7 +18,8 @@ from nereus.config import build_config
 from nereus.data import PromptTokens
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.local import LocalEngine
-from nereus.runtime.session import Session, retokenize
+from nereus.runtime.ppo_steps import retokenize
+from nereus.runtime.session import Session
 from storage.records import read_records
 from tests.parity.conftest import save_llama
 from tests.runtime.steps import prepare_step, run_step

@@ -15,7 +15,7 @@ from nereus.model.spec import ModelSpec, tensors
 
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # Of `token_ids`, positions, rows, targets and columns, bytes a token.
-_PACKED_TOKEN_BYTES = 64
+PACKED_TOKEN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def training_moments(
     hidden, size = sizes.spec.hidden, COMPUTE_BYTES[precision]
     layer = _layer_bytes(sizes, precision)
     a_token = sizes.layers * (hidden * size if recompute else layer) + _ends_bytes(sizes, precision)
-    kept = live_samples * sequence_tokens * (a_token + _PACKED_TOKEN_BYTES)
+    kept = live_samples * sequence_tokens * (a_token + PACKED_TOKEN_BYTES)
     tokens, rows = one_samples * sequence_tokens, one_samples * response_tokens
     again = layer if recompute else 0
     backward = tokens * (again + _backward_bytes(sizes, precision)) + _sequence_bytes(sizes, sequence_tokens, precision)

@@ -9,28 +9,31 @@ import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fsspec import AbstractFileSystem
-
-from storage.exclusive import create_object
-from storage.urls import local_path, open_filesystem
+from storage.exclusive import create_object, make_folder, sync_folder
+from storage.small_files import list_names, read_files, remove_file
+from storage.urls import join_url, local_path, open_filesystem
 
 
 def append_record(url: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Add one record at the end.
+    """Add one record at the end; it is durable when this returns, since commits rely on the records of their steps.
 
-    On local disk it is one line, handed to the system at once (not synced: a power cut may
-    take it, a killed process not). The torn end of a line that a crash left is removed first. In an object store
+    On local disk it is one line; the torn end of a line that a crash left is removed first. In an object store
     `url` is a folder with one object a record, numbered. Numbers that JSON doesn't know (nan, inf) become null.
     """
     data = json.dumps(_plain(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
     path = local_path(url)
     if path is None:
-        _put_next(*open_filesystem(url), data)
+        _put_next(os.fspath(url), data)
         return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    folder = os.path.dirname(path) or "."
+    make_folder(folder)
+    is_new = not os.path.exists(path)
     with open(path, "a+b", buffering=0) as file:
         _drop_torn_end(file.fileno())
         _write_all(file.fileno(), data)
+        os.fsync(file.fileno())
+    if is_new:
+        sync_folder(folder)
 
 
 def read_records(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -41,8 +44,7 @@ def read_records(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     path = local_path(url)
     if path is None:
-        filesystem, folder = open_filesystem(url)
-        lines = [filesystem.cat_file(name) for name in _objects(filesystem, folder)]
+        lines = read_files(_objects(os.fspath(url)))
     else:
         try:
             with open(path, "rb") as file:
@@ -53,13 +55,17 @@ def read_records(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def keep_records(url: str | os.PathLike[str], keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove the records for which `keep` is false; on local disk a reader sees the old file or the new one."""
+    """Remove the records for which `keep` is false.
+
+    On local disk a reader sees the old file or the new one; in an object store the last records go first, so that what
+    a kill leaves of them still has no hole.
+    """
     path = local_path(url)
     if path is None:
-        filesystem, folder = open_filesystem(url)
-        for name in _objects(filesystem, folder):
-            if not keep(_parse(filesystem.cat_file(name), 1, name)):
-                filesystem.rm_file(name)
+        objects = _objects(os.fspath(url))
+        for name, data in reversed(list(zip(objects, read_files(objects), strict=True))):
+            if not keep(_parse(data, 1, name)):
+                remove_file(name)
         return
     records = read_records(url)
     if os.path.exists(path):
@@ -113,24 +119,19 @@ def _replace(path: str, records: Iterable[Mapping[str, Any]]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_folder(os.path.dirname(path) or ".")
 
 
-def _objects(filesystem: AbstractFileSystem, folder: str) -> list[str]:
-    filesystem.invalidate_cache(folder)
-    try:
-        names = filesystem.ls(folder, detail=False)
-    except FileNotFoundError:
-        return []
-    return sorted(name for name in names if name.endswith(".json"))
+def _objects(url: str) -> list[str]:
+    return [join_url(url, name) for name in list_names(url) if name.endswith(".json")]
 
 
-def _put_next(filesystem: AbstractFileSystem, folder: str, data: bytes) -> None:
-    names = _objects(filesystem, folder)
-    number = int(posixpath.basename(names[-1]).removesuffix(".json")) + 1 if names else 0
+def _put_next(url: str, data: bytes) -> None:
+    objects = _objects(url)
+    number = int(posixpath.basename(objects[-1]).removesuffix(".json")) + 1 if objects else 0
     while True:
-        name = posixpath.join(folder, f"{number:08d}.json")
         try:
-            create_object(filesystem, name, data)
+            create_object(*open_filesystem(join_url(url, f"{number:08d}.json")), data)
             return
         except FileExistsError:  # taken by another writer
             number += 1

@@ -21,6 +21,8 @@ STAGED = ("actor.training", "critic.training")
 PREFIXES = ("", "exp_avg/", "exp_avg_sq/")
 # Most bytes of a shard file, unless a single piece is larger.
 MAX_SHARD_BYTES = 64 * 2**20
+# Work is given out in runs of pieces of about this share of a shard, so that loads come out even.
+_RUNS_PER_SHARD = 8
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def plan_shards(
         run
         for group in STAGED
         if group in plan
-        for run in _runs(group, plan, specs[group], element_bytes, max_shard_bytes)
+        for run in _runs(group, plan, specs[group], element_bytes, max_shard_bytes // _RUNS_PER_SHARD)
     ]
     loads = dict.fromkeys(plan.devices, 0)
     mine: dict[int, list[_Run]] = {device: [] for device in loads}
@@ -112,7 +114,7 @@ def plan_shards(
 
 
 def _runs(group: str, plan: Plan, spec: ModelSpec, element_bytes: int, most_bytes: int) -> Iterator[_Run]:
-    """Yield the pieces of a group, as many together as lie side by side, have the same holders and fit into a shard."""
+    """Yield the pieces of a group, together as many as lie side by side, have the same holders and aren't too large."""
     layout, replicas = plan[group].layout, plan[group].replicas
     for prefix in PREFIXES:
         for info in tensors(spec).values():

@@ -69,8 +69,6 @@ def open_run(config: RunConfig, *, run_id: str, flow_run_id: str | None, resume_
     recorded = read_recorded(url) if resume_from is not None or _is_own(url, flow_run_id) else None
     if recorded is None:
         return _open_new(config.model_copy(update={"run_dir": url}), run_id, flow_run_id)
-    if resume_from is not None and config.run_dir is None:
-        config = config.model_copy(update={"run_dir": url})
     return _open_again(config, recorded, url, flow_run_id)
 
 
@@ -114,7 +112,7 @@ def _open_new(config: RunConfig, run_id: str, flow_run_id: str | None) -> OpenRu
 def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id: str | None) -> OpenRun:
     identity = compute_identity(config)
     check_resume(recorded.config, recorded.identity, config, identity)
-    config, note = fit_plan(recorded.config, config)
+    config, note = fit_plan(recorded.config, config.model_copy(update={"run_dir": url}))
     if note is not None:
         logger.warning(note)
     job, run_dir = prepare_job(config), RunDir(url)

@@ -53,7 +53,8 @@ def _s3_options(patient: bool) -> dict[str, Any]:
     """Return what s3fs is opened with: our limits, and over them what the user has set."""
     user = {**fsspec.config.conf.get("s3a", {}), **fsspec.config.conf.get("s3", {})}
     config: dict[str, Any] = {"connect_timeout": 5, "read_timeout": 15}
-    if not _max_attempts_set(os.environ.get("AWS_PROFILE"), os.environ.get("AWS_CONFIG_FILE")):
+    places = (os.environ.get("AWS_PROFILE"), os.environ.get("AWS_CONFIG_FILE"))
+    if "AWS_MAX_ATTEMPTS" not in os.environ and not _max_attempts_configured(*places):
         config["retries"] = {"total_max_attempts": _S3_ATTEMPTS}
     config.update(user.get("config_kwargs", {}))
     if not patient:
@@ -67,10 +68,8 @@ def _s3_options(patient: bool) -> dict[str, Any]:
 
 
 @functools.cache
-def _max_attempts_set(profile: str | None, config_file: str | None) -> bool:
-    """Return whether the user has said how often botocore tries; the arguments are what its answer hangs on."""
-    if "AWS_MAX_ATTEMPTS" in os.environ:
-        return True
+def _max_attempts_configured(profile: str | None, config_file: str | None) -> bool:
+    """Return whether the AWS config file says how often botocore tries; the arguments are what its answer hangs on."""
     from botocore.exceptions import BotoCoreError
     from botocore.session import Session
 

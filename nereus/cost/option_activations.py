@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from nereus.cost.activations import COMPUTE_BYTES, PACKED_TOKEN_BYTES, lifted_by
 from nereus.limits import GRADIENT_BLOCK_ELEMENTS, LOGITS_BLOCK_BYTES, LOGITS_BUFFER_BYTES
 from nereus.model.spec import ModelSpec
 
-Bytes = NDArray[np.int64]
+Bytes = NDArray[Any]  # of int64
 
 
 @dataclass(frozen=True)

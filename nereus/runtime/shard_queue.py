@@ -23,7 +23,7 @@ SHARDS_IN_FLIGHT = 2
 MOST_TRIES = 3
 
 
-class ShardFailed(RuntimeError):
+class ShardFailed(OSError):
     """A shard could not be written; the text says where and why."""
 
 

@@ -1,0 +1,220 @@
+"""Shards on their way, with workers of paper: order, retries, copies for updates that are due, and giving up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from nereus.runtime.engine import CommandFailed, Engine, WorkerLost
+from nereus.runtime.shard_queue import MOST_TRIES, SHARDS_IN_FLIGHT, ShardFailed, ShardQueue
+from nereus.staged_state import ShardOrder
+from storage.manifest import ShardRecord
+from storage.slices import TensorSlice
+
+
+class PaperEngine(Engine):
+    """Keeps what it was told beside the steps; the test ends each command by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, str, dict[str, Any], Future]] = []
+        self.arrived = threading.Condition()
+
+    def submit_beside(self, device: int, method: str, /, **kwargs: Any) -> Future:
+        """Keep the command."""
+        future: Future = Future()
+        with self.arrived:
+            self.sent.append((device, method, kwargs, future))
+            self.arrived.notify_all()
+        return future
+
+    def take(self, count: int = 1) -> list[tuple[int, str, dict[str, Any], Future]]:
+        """Wait for the next commands and return them."""
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(self.sent) >= count, timeout=10), self.sent
+            taken, self.sent = self.sent[:count], self.sent[count:]
+            return taken
+
+    def submit(self, device: int, method: str, /, **kwargs: Any) -> Future:
+        """Nothing of a step comes here."""
+        raise NotImplementedError
+
+    def start(self, device_ids: Sequence[int]) -> None:
+        """Nothing to start."""
+
+    def release(self, device_ids: Collection[int]) -> None:
+        """Nothing to stop."""
+
+    def pids(self) -> dict[int, int]:
+        """No process."""
+        return {}
+
+    def abort(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def order(device: int, number: int, group: str = "actor.training", num_bytes: int = 10) -> ShardOrder:
+    return ShardOrder(
+        group, device, f"{group}-{device}-{number}.safetensors", (TensorSlice("w", (0,), (1,)),), num_bytes
+    )
+
+
+def record(file: str) -> ShardRecord:
+    return ShardRecord(file.partition("-")[0], file, 1, "", {}, ())
+
+
+def finish(command: tuple[int, str, dict[str, Any], Future]) -> str:
+    _, method, kwargs, future = command
+    future.set_result(record(kwargs["file"]) if method == "write_shard" else None)
+    return kwargs.get("file", method)
+
+
+def fail(command: tuple[int, str, dict[str, Any], Future]) -> None:
+    device, _, _, future = command
+    future.set_exception(CommandFailed(device, "OSError", "No space left on device", ""))
+
+
+@pytest.fixture
+def pool() -> Any:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def test_each_device_has_a_few_shards_under_way_and_the_records_come_in_order(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    orders = {0: [order(0, n) for n in range(4)], 3: [order(3, 0)]}
+    written = pool.submit(ShardQueue(engine, "folder", orders, {}).write_all)
+    first = engine.take(SHARDS_IN_FLIGHT + 1)
+    assert [command[0] for command in first] == [0, 0, 3] and not engine.sent
+    assert {command[2]["folder"] for command in first} == {"folder"}
+    for command in reversed(first):
+        finish(command)
+    for command in engine.take(2):
+        finish(command)
+    assert [r.file for r in written.result(10)] == [o.file for given in orders.values() for o in given]
+
+
+def test_a_shard_is_tried_again_and_then_given_up(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    written = pool.submit(ShardQueue(engine, "folder", {0: [order(0, 0)]}, {}).write_all)
+    for _ in range(MOST_TRIES):
+        fail(*engine.take())
+    with pytest.raises(ShardFailed, match=r"actor.training-0-0.safetensors of device 0: No space left on device"):
+        written.result(10)
+
+
+def test_one_failure_is_mended_by_another_try(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    written = pool.submit(ShardQueue(engine, "folder", {0: [order(0, 0)]}, {}).write_all)
+    fail(*engine.take())
+    finish(*engine.take())
+    assert len(written.result(10)) == 1
+
+
+def test_a_lost_worker_ends_it_at_once(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    written = pool.submit(ShardQueue(engine, "folder", {0: [order(0, n) for n in range(5)]}, {}).write_all)
+    engine.take()[0][3].set_exception(WorkerLost(0, "exited with signal 9 (SIGKILL)"))
+    with pytest.raises(ShardFailed, match="device 0 was lost"):
+        written.result(10)
+
+
+def test_an_update_waits_for_shards_under_way_and_has_the_rest_copied(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    orders = {0: [*(order(0, n) for n in range(4)), order(0, 0, "critic.training")]}
+    shards = ShardQueue(engine, "folder", orders, {0: 1000})
+    written = pool.submit(shards.write_all)
+    under_way = engine.take(SHARDS_IN_FLIGHT)
+    update = pool.submit(shards.make_way, "actor.training")
+    (copy,) = engine.take()
+    assert copy[1] == "preserve_shards"
+    assert set(copy[2]["files"]) == {o.file for o in orders[0][SHARDS_IN_FLIGHT:4]}
+    finish(copy)
+    assert not update.done()
+    for command in under_way:
+        finish(command)
+    update.result(10)
+    assert not written.done()
+    pool.submit(shards.make_way, "actor.training").result(10)  # nothing is at risk any more
+    rest = [finish(*engine.take()) for _ in range(3)]
+    assert sorted(rest) == sorted(o.file for o in orders[0][SHARDS_IN_FLIGHT:])
+    written.result(10)
+
+
+def test_without_room_the_update_waits_and_its_shards_go_first(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    orders = {0: [*(order(0, n) for n in range(4)), *(order(0, n, "critic.training") for n in range(2))]}
+    shards = ShardQueue(engine, "folder", orders, {0: 15})  # one of them can be copied
+    written = pool.submit(shards.write_all)
+    under_way = engine.take(SHARDS_IN_FLIGHT)
+    update = pool.submit(shards.make_way, "critic.training")
+    (copy,) = engine.take()
+    assert copy[2]["files"] == ["critic.training-0-1.safetensors"]
+    finish(copy)
+    for command in under_way:
+        finish(command)
+    following = engine.take(2)
+    assert finish(following[0]) == "critic.training-0-0.safetensors"
+    update.result(10)
+    finish(following[1])
+    for _ in range(2):
+        finish(*engine.take())
+    written.result(10)
+
+
+def test_a_copy_that_fails_leaves_the_update_waiting_for_the_file(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    shards = ShardQueue(engine, "folder", {0: [order(0, n) for n in range(3)]}, {0: 1000})
+    written = pool.submit(shards.write_all)
+    under_way = engine.take(2)
+    update = pool.submit(shards.make_way, "actor.training")
+    fail(*engine.take())
+    for command in under_way:
+        finish(command)
+    (last,) = engine.take()
+    assert not update.done()
+    finish(last)
+    update.result(10)
+    written.result(10)
+
+
+@pytest.mark.parametrize("end", ["stop", "failure"])
+def test_whoever_waits_is_freed_when_the_commit_is_given_up(pool: ThreadPoolExecutor, end: str) -> None:
+    engine = PaperEngine()
+    shards = ShardQueue(engine, "folder", {0: [order(0, n) for n in range(3)]}, {})
+    written = pool.submit(shards.write_all)
+    update = pool.submit(shards.make_way, "actor.training")
+    if end == "stop":
+        shards.stop()
+    else:
+        engine.take()[0][3].set_exception(WorkerLost(0, "gone"))
+    update.result(10)
+    with pytest.raises(ShardFailed):
+        written.result(10)
+    shards.make_way("actor.training")
+
+
+def test_after_a_failure_nobody_is_busy_and_no_copy_is_left(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    shards = ShardQueue(engine, "folder", {0: [order(0, 0)], 1: [order(1, 0), order(1, 1)]}, {})
+    written = pool.submit(shards.write_all)
+    lost, *others = engine.take(3)
+    lost[3].set_exception(WorkerLost(0, "gone"))
+    with pytest.raises(ShardFailed):
+        written.result(10)
+    drained = pool.submit(shards.drain)
+    assert not engine.sent
+    for command in others:
+        finish(command)
+    frees = engine.take(2)
+    assert {command[1] for command in frees} == {"drop_shard_copies"}
+    frees[0][3].set_exception(WorkerLost(0, "gone"))
+    finish(frees[1])
+    drained.result(10)

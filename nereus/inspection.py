@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,11 +156,12 @@ def _inspect_run(run_dir: str, verify: bool, on_bytes: OnBytes | None) -> Inspec
 
 def _inspect_recorded(run_dir: str, run: RecordedRun, verify: bool, on_bytes: OnBytes | None) -> Inspection:
     root = staging_root(run.config)
-    present = _sets_of(list_names(root))
+    # Some object stores go on listing folders that have been emptied.
+    listed = [name for name in _sets_of(list_names(root)) if list_names(join_url(root, name))]
     live = live_commits(run.entries)
     # Older ones may have been retired; of the newest that are kept each must be there.
     kept = {commit.set_name for commit in live[-run.config.staging.keep :]}
-    shown = [commit for commit in live if commit.set_name in kept or commit.set_name in present]
+    shown = [commit for commit in live if commit.set_name in kept or _is_there(root, commit.set_name, listed)]
     names = {commit.set_name for commit in shown}
     return Inspection(
         run_dir,
@@ -170,11 +171,15 @@ def _inspect_recorded(run_dir: str, run: RecordedRun, verify: bool, on_bytes: On
         steps=run.config.steps,
         retired=tuple((commit.step, commit.set_name) for commit in list_commits(run.entries)
                       if commit.set_name not in names),
-        uncommitted=tuple(name for name in present
+        uncommitted=tuple(name for name in listed
                           if name not in {commit.set_name for commit in list_commits(run.entries)}),
         take_overs=tuple(_take_overs(run)),
         verified=verify,
     )  # fmt: skip
+
+
+def _is_there(root: str, name: str, listed: Collection[str]) -> bool:
+    return name in listed and file_exists(join_url(join_url(root, name), MANIFEST_NAME))
 
 
 def _take_overs(run: RecordedRun) -> Iterable[dict[str, Any]]:

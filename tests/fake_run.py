@@ -72,7 +72,7 @@ class FakeRun:
         """Write a set without committing it; return its name and its manifest's checksum."""
         state, name = self.draw(step), f"step-{step:08d}-{self.number}"
         records = []
-        shards = plan_shards(self.plan, self.specs, element_bytes=4, max_shard_bytes=20_000)
+        shards = plan_shards(self.plan, self.specs, element_bytes=4, max_shard_bytes=100_000)
         for order in (order for orders in shards.values() for order in orders):
             writer = ShardWriter(f"{self.root}/{name}", group=order.group, file=order.file)
             for piece in order.pieces:
@@ -87,3 +87,12 @@ class FakeRun:
     def commit(self, step: int) -> Commit:
         name, checksum = self.write(step)
         return Commit.of(self.journal.append("commit", {"step": step, "set": name, "manifest": checksum}))
+
+
+def flip(path: str, position: int) -> None:
+    """Change one bit of a local file, as a bad disk does; counted from the end where `position` is negative."""
+    with open(path, "r+b") as file:
+        file.seek(position, 0 if position >= 0 else 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))

@@ -5,6 +5,7 @@ import sys
 
 # Each of these files adds its commands to the app; the order here is that of `nereus --help`.
 import nereus.cli.run
+import nereus.cli.simulate
 import nereus.cli.state  # noqa: F401
 from nereus.cli.root import app, stop
 

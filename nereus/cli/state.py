@@ -98,7 +98,8 @@ def _describe(found: "Inspection") -> Iterator[str]:
     for report in found.sets:
         yield from _describe_set(report)
     if found.retired:
-        yield f"retired {', '.join(name for _, name in found.retired)}"
+        count = len(found.retired)
+        yield f"{count} older commit{'s have' if count > 1 else ' has'} been replaced by newer ones"
     if found.uncommitted:
         yield f"not committed (being written, or left by a killed driver): {', '.join(found.uncommitted)}"
     if not found.sets:

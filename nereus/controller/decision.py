@@ -54,7 +54,7 @@ class NoPlanError(ValueError):
 class Planning(Protocol):
     """What the controller asks of planner, cost model and transition prices."""
 
-    def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan) -> Sequence[Candidate]:
+    def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan | None) -> Sequence[Candidate]:
         """Return the best plan and its runners-up, fastest first; none when nothing fits."""
         ...
 

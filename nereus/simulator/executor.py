@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from nereus.cluster import Cluster
 from nereus.controller.decision import Decision, StepOutcome
 from nereus.controller.loop import Surroundings
+from nereus.cost.memory import estimate_memory
 from nereus.cost.step import step_operations
 from nereus.plan import Plan
 from nereus.simulator.clock import Clock
-from nereus.simulator.peaks import PeakModel
 from nereus.simulator.step import Loss, StepSimulation
 from nereus.simulator.world import World, first_devices
 from nereus.transition.price import TransitionPricer
@@ -38,13 +38,14 @@ class SimulatedExecutor:
         self.clock = Clock()
         self.spent: list[Spent] = []
         self._world = world
-        self._peaks = PeakModel(world.specs, world.scenario.precision)
         self._pricer = TransitionPricer(world.job(0), world.cluster)
         self._attempts: dict[int, int] = {}
         self._lost: frozenset[int] = frozenset()
 
     def look(self, step: int, plan: Plan) -> Surroundings:
         """Return the devices at the boundary before a step; a loss without notice shows only after it has happened."""
+        if self._world.was_suspended(step) and not self._attempts.get(step):
+            self._lost = frozenset(plan.devices)
         return Surroundings(self._present(step), self._lost)
 
     def apply(self, decision: Decision) -> float:
@@ -60,15 +61,14 @@ class SimulatedExecutor:
         """Run one step; it breaks off where memory runs out or devices vanish."""
         attempt = self._attempts.get(step, 0)
         self._attempts[step] = attempt + 1
-        seconds = self.true_seconds(step, attempt, plan)
+        seconds = with_noise(self._world, step, attempt, true_seconds(self._world, step, plan))
         peaks = self._true_peaks(step, plan)
         capacities = self._world.cluster.capacities
-        full = tuple(device for device, peak in peaks.items() if peak > capacities[device])
-        where = {device: self._peaks.phase(device) for device in full}
+        full = {device: phase for device, (peak, phase) in peaks.items() if peak > capacities[device]}
 
         def overfull(key: str) -> tuple[int, ...]:
             name, phase = key.split("/")
-            return tuple(device for device, at in where.items() if at == f"{phase} of {name}")
+            return tuple(device for device, at in full.items() if at == f"{phase} of {name}")
 
         run = StepSimulation(
             self.clock, plan, seconds, overfull=overfull, loss=self._next_loss(step, attempt, plan, seconds)
@@ -85,12 +85,8 @@ class SimulatedExecutor:
             response_tokens_p95=load.response_tokens_p95,
             share_at_cap=self._world.share_at_cap(step),
             stages_s=seconds,
-            peak_bytes=peaks,
+            peak_bytes={device: peak for device, (peak, _) in peaks.items()},
         )
-
-    def true_seconds(self, step: int, attempt: int, plan: Plan) -> dict[str, float]:
-        """Return what every task of a step really takes, noise included."""
-        return true_seconds(self._world, step, attempt, plan)
 
     def _broken(
         self, step: int, plan: Plan, seconds: float, devices: tuple[int, ...], *, lost: bool, was_training: bool
@@ -124,17 +120,24 @@ class SimulatedExecutor:
         gone = frozenset(self._world.cluster.device_ids[after:before])
         return Loss(gone, self._world.moment_of_loss(step) * sum(seconds.values())) if gone else None
 
-    def _true_peaks(self, step: int, plan: Plan) -> dict[int, float]:
+    def _true_peaks(self, step: int, plan: Plan) -> dict[int, tuple[float, str]]:
+        """Return the true peak of every device in bytes, and the phase in which it is."""
         workload = self._world.load(step).memory_workload()
+        peaks = estimate_memory(plan, self._world.specs, workload, self._world.scenario.precision)
         factor = self._world.scenario.truth.memory_factor
-        return {device: factor * peak for device, peak in self._peaks.peaks(plan, workload).items()}
+        return {device: (factor * peak.total, peak.phase) for device, peak in peaks.items()}
 
 
-def true_seconds(world: World, step: int, attempt: int, plan: Plan) -> dict[str, float]:
-    """Return what every task of a step really takes under a plan, noise included."""
+def true_seconds(world: World, step: int, plan: Plan) -> dict[str, float]:
+    """Return what every task of a step really takes under a plan, without noise."""
     efficiencies, result = world.efficiencies(step), {}
     for key, operations in step_operations(plan, world.job(step), world.true_cluster(step)).items():
         name = key.split("/")[0]
         slowdown = efficiencies.slowdown(plan[name].devices) if name in plan else 1.0
-        result[key] = float(operations.total_s(efficiencies, slowdown)) * world.noise(step, attempt, key)
+        result[key] = float(operations.total_s(efficiencies, slowdown))
     return result
+
+
+def with_noise(world: World, step: int, attempt: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of tasks with the noise of one attempt at a step: the same for all policies and plans."""
+    return {key: duration * world.noise(step, attempt, key) for key, duration in seconds.items()}

@@ -184,7 +184,7 @@ def _unknown_key(path: list[str]) -> str:
         model = _child(model, part)
     names = list(model.model_fields)
     key, stem = ".".join(path), "".join(f"{part}." for part in path[:-1])
-    near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.6)
     if near:
         return f"Unknown key `{key}`; did you mean `{stem}{near[0]}`?"
     where = f"`{stem[:-1]}`" if stem else "a scenario"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ class PolicyRun:
 
     policy: str
     spent: tuple[Spent, ...]
-    num_devices: tuple[int, ...]
     decisions: tuple[Mapping[str, Any], ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
     ended_by: str | None = None
@@ -54,6 +53,10 @@ class PolicyRun:
             if entry.kind == "step" and (not changes or moves_state(changes[-1][1], entry.plan)):
                 changes.append((entry.step, entry.plan))
         return changes
+
+    def changes(self) -> list[tuple[int, bool]]:
+        """Return (step, whether tp or pp changed) of every transition."""
+        return [(entry.step, entry.changes_layout) for entry in self.spent if entry.kind == "transition"]
 
     def to_record(self, oracle: PolicyRun | None = None) -> dict[str, Any]:
         """Return the policy's entry of the JSON document."""
@@ -89,7 +92,3 @@ def saving(run: PolicyRun, other: PolicyRun) -> float:
     """Return by what share `run` is below `other` over the steps that both survived."""
     both = min(run.steps, other.steps)
     return 1.0 - run.seconds(both) / other.seconds(both)
-
-
-def mean_of(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)

@@ -12,11 +12,12 @@ from nereus.controller.monitor import Thresholds
 from nereus.controller.planning import CostPlanning
 from nereus.cost.calibration import Calibration
 from nereus.cost.load import StepLoad
+from nereus.cost.memory import estimate_memory
 from nereus.cost.operations import Operations
 from nereus.cost.step import JobSpec, step_operations
 from nereus.plan import Plan
 from nereus.simulator.executor import SimulatedExecutor
-from nereus.simulator.peaks import PeakModel
+from nereus.simulator.oracle import BEST_PLANS
 from nereus.simulator.result import PolicyRun
 from nereus.simulator.world import World, first_devices
 
@@ -26,13 +27,13 @@ class CostPredictor:
     """What the cost model says of a step that has been measured; the controller's nominal view of the cluster."""
 
     job: JobSpec
-    peak_model: PeakModel
 
     def operations(self, plan: Plan, load: StepLoad, cluster: Cluster) -> dict[str, Operations]:
         return step_operations(plan, replace(self.job, load=load), cluster)
 
     def peaks(self, plan: Plan, load: StepLoad) -> dict[int, int]:
-        return self.peak_model.peaks(plan, load.memory_workload())
+        peaks = estimate_memory(plan, self.job.specs, load.memory_workload(), self.job.precision)
+        return {device: peak.total for device, peak in peaks.items()}
 
 
 def settings_of(world: World, policy: str) -> Settings:
@@ -58,7 +59,7 @@ def run_policy(world: World, policy: str, settings: Settings | None = None) -> P
         controller,
         calibration,
         executor,
-        CostPredictor(world.job(0), PeakModel(world.specs, world.scenario.precision)),
+        CostPredictor(world.job(0)),
         world.load(0),
         world.scenario.workload.max_response_tokens,
     )
@@ -66,11 +67,15 @@ def run_policy(world: World, policy: str, settings: Settings | None = None) -> P
     return PolicyRun(
         policy,
         tuple(executor.spent),
-        tuple(pool.num_devices for pool in world.traces.pools),
         tuple(decision.to_record() for decision in controller.decisions),
         tuple(loop.warnings),
         ended_by,
     )
+
+
+def best_plans_of(world: World) -> CostPlanning:
+    """Return a planning that answers with as many plans as the oracle looks at."""
+    return CostPlanning(world.job(0), world.cluster, runners_up=BEST_PLANS - 1)
 
 
 def first_boundary(world: World, calibration: Calibration) -> Boundary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nereus.cost.step import makespan
 from nereus.plan import Plan
 from nereus.simulator.clock import Clock
 
@@ -120,3 +121,14 @@ class StepSimulation:
         self.run_record.broken_by, self.run_record.devices = reason, devices
         self.run_record.seconds = self._clock.now - self._began
         self._clock.clear()
+
+
+def step_latency(plan: Plan, seconds: Mapping[str, float]) -> float:
+    """Return the seconds of a step from those of its tasks: what the events come to when nothing breaks it off."""
+    stages = []
+    for phase in PHASES:
+        running = [name for name in plan if f"{name}/{phase}" in seconds]
+        devices = [plan[name].devices for name in running]
+        stages.append(makespan(devices, [seconds[f"{name}/{phase}"] for name in running]))
+    pause = max(0.0, seconds.get("staging", 0.0) - stages[0] - stages[1])
+    return sum(stages) + seconds.get("weight_sync", 0.0) + pause

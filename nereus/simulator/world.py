@@ -31,8 +31,21 @@ class World:
     cluster: Cluster
     specs: Mapping[str, ModelSpec]
 
+    @cached_property
+    def device_counts(self) -> tuple[int, ...]:
+        """Devices by step. A step that finds none waits for the next ones; 0 when none come any more."""
+        counts, later = [], 0
+        for pool in reversed(self.traces.pools):
+            later = pool.num_devices or later
+            counts.append(later)
+        return tuple(reversed(counts))
+
     def num_devices(self, step: int) -> int:
-        return self.traces.pools[step].num_devices
+        return self.device_counts[step]
+
+    def was_suspended(self, step: int) -> bool:
+        """Return whether all devices were gone before a step, so that it goes on from staged state."""
+        return self.traces.pools[step].num_devices == 0
 
     def load(self, step: int) -> StepLoad:
         """Return the true load of a step."""

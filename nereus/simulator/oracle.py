@@ -1,0 +1,152 @@
+"""The oracle: the best series of plans with the future known, by dynamic programming over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nereus.controller.decision import Boundary, Planning
+from nereus.plan import Plan
+from nereus.simulator.executor import Spent, true_seconds, with_noise
+from nereus.simulator.result import PolicyRun
+from nereus.simulator.step import step_latency
+from nereus.simulator.world import World, first_devices
+from nereus.transition.price import TransitionPricer, changes_layout, moves_state
+
+# Best plans of each step that the oracle may use besides those that some policy visited.
+BEST_PLANS = 50
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """Every plan that is looked at, and what each step costs under each.
+
+    Attributes:
+        plans: distinct placements.
+        refitted: [step][plan] the plan with micro-batch and recomputation picked for the step; None where it can't run.
+        latency_s: float64 [steps, plans], noise-free; infinite where the plan can't run.
+        noisy_s: the same with the noise that the policies met.
+    """
+
+    plans: tuple[Plan, ...]
+    refitted: tuple[tuple[Plan | None, ...], ...]
+    latency_s: np.ndarray
+    noisy_s: np.ndarray
+
+    def best_s(self, step: int) -> float:
+        """Return the noise-free latency of the best feasible plan of a step."""
+        return float(self.latency_s[step].min())
+
+
+def true_boundary(world: World, step: int) -> Boundary:
+    """Return a boundary at which everything about the step is known."""
+    load, cluster = world.load(step), first_devices(world.true_cluster(step), world.num_devices(step))
+    factor = world.scenario.truth.memory_factor
+    return Boundary(step, cluster, load, load.response_tokens_p95, memory_factor=factor)
+
+
+def survey_plans(world: World, planning: Planning, runs: Sequence[PolicyRun], steps: Sequence[int]) -> Landscape:
+    """Return the landscape over the plans that the policies visited and the best ones of each step.
+
+    Args:
+        planning: answers with the best plans under given efficiencies.
+        steps: the steps to look at.
+    """
+    found: dict[object, Plan] = {}
+    visited: dict[int, list[Plan]] = {}
+    for run in runs:
+        for spent in run.spent:
+            if spent.kind == "step":
+                visited.setdefault(spent.step, []).append(spent.plan)
+                found.setdefault(_placement(spent.plan), spent.plan)
+    boundaries = {step: true_boundary(world, step) for step in steps}
+    for step, boundary in boundaries.items():
+        for candidate in planning.search(boundary, world.efficiencies(step), None):
+            found.setdefault(_placement(candidate.plan), candidate.plan)
+    plans = tuple(found.values())
+    index = {placement: i for i, placement in enumerate(found)}
+    refitted: list[list[Plan | None]] = []
+    for step, boundary in boundaries.items():
+        row = [_refit(world, planning, boundary, plan) for plan in plans]
+        for plan in visited.get(step, ()):  # what ran could run
+            row[index[_placement(plan)]] = row[index[_placement(plan)]] or plan
+        refitted.append(row)
+    return _measure(world, plans, refitted, tuple(boundaries))
+
+
+def _placement(plan: Plan) -> object:
+    return tuple((name, stage.layout, stage.devices) for name, stage in plan.items())
+
+
+def _refit(world: World, planning: Planning, boundary: Boundary, plan: Plan) -> Plan | None:
+    if not set(plan.devices) <= set(boundary.cluster.device_ids):
+        return None
+    candidate = planning.refit(boundary, world.efficiencies(boundary.step), plan)
+    return None if candidate is None else candidate.plan
+
+
+def _measure(
+    world: World, plans: tuple[Plan, ...], refitted: Sequence[Sequence[Plan | None]], steps: tuple[int, ...]
+) -> Landscape:
+    exact = np.full((len(steps), len(plans)), np.inf)
+    noisy = exact.copy()
+    for row, step in enumerate(steps):
+        for column, plan in enumerate(refitted[row]):
+            if plan is not None:
+                seconds = true_seconds(world, step, plan)
+                exact[row, column] = step_latency(plan, seconds)
+                noisy[row, column] = step_latency(plan, with_noise(world, step, 0, seconds))
+    return Landscape(plans, tuple(tuple(row) for row in refitted), exact, noisy)
+
+
+def run_oracle(world: World, landscape: Landscape) -> PolicyRun:
+    """Return the series of plans with the least total time over the plans of a landscape of all steps."""
+    prices = price_matrix(world, landscape.plans)
+    num_steps = len(landscape.latency_s)
+    # best[s][p]: least total of the steps up to s that ends on plan p; came_from: the plan before it.
+    best, came_from = [landscape.noisy_s[0]], [np.zeros(len(landscape.plans), dtype=int)]
+    for step in range(1, num_steps):
+        totals = best[-1][:, None] + prices
+        reached = totals.min(axis=0) + landscape.noisy_s[step]
+        if not np.isfinite(reached).any():
+            break
+        came_from.append(totals.argmin(axis=0))
+        best.append(reached)
+    columns = [int(best[-1].argmin())]
+    for before in reversed(came_from[1:]):
+        columns.append(int(before[columns[-1]]))
+    return PolicyRun("oracle", tuple(_account(landscape, prices, columns[::-1])))
+
+
+def _account(landscape: Landscape, prices: np.ndarray, columns: Sequence[int]) -> list[Spent]:
+    spent: list[Spent] = []
+    for step, column in enumerate(columns):
+        plan = landscape.refitted[step][column]
+        assert plan is not None
+        previous = columns[step - 1] if step else column
+        if moves_state(landscape.plans[previous], landscape.plans[column]):
+            is_layout = changes_layout(landscape.plans[previous], landscape.plans[column])
+            spent.append(Spent(step, "transition", float(prices[previous, column]), plan, is_layout))
+        spent.append(Spent(step, "step", float(landscape.noisy_s[step, column]), plan))
+    return spent
+
+
+def price_matrix(world: World, plans: Sequence[Plan]) -> np.ndarray:
+    """Return float64 [plans, plans]: the true seconds of moving from each plan to each other."""
+    return TransitionPricer(world.job(0), world.true_cluster(0)).estimate_all(plans, world.efficiencies(0))
+
+
+def gaps_to_best(world: World, run: PolicyRun, landscape: Landscape, steps: Mapping[int, int]) -> tuple[float, ...]:
+    """Return L(plan) / L(best feasible plan) - 1 of a run's finished steps, noise-free.
+
+    Args:
+        steps: the landscape's row of each step that it covers.
+    """
+    gaps = []
+    for spent in run.spent:
+        if spent.kind == "step" and spent.step in steps:
+            latency = step_latency(spent.plan, true_seconds(world, spent.step, spent.plan))
+            gaps.append(latency / landscape.best_s(steps[spent.step]) - 1.0)
+    return tuple(gaps)

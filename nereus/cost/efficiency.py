@@ -37,7 +37,8 @@ class Efficiencies:
 
     def __post_init__(self) -> None:
         for what, numbers in (("efficiency", self.efficiency), ("latency_s", self.latency_s)):
-            unknown, missing = sorted(set(numbers) - set(CLASSES)), sorted(set(CLASSES) - set(numbers))
+            unknown = [name for name in numbers if name not in CLASSES]
+            missing = [name for name in CLASSES if name not in numbers]
             if unknown:
                 raise ValueError(f"{what} names {unknown[0]!r}, which is no class; they are {', '.join(CLASSES)}.")
             if missing:
@@ -102,5 +103,38 @@ CONSERVATIVE = Efficiencies(
             "comm_setup": 0.3,
         }
     ),
+    host_s=4e-3,
+)
+
+
+# What public measurements of single kernels and links on H100 machines reach, for comparison with published step times.
+# - gemm: 552, 551, 559 and 591 TFLOP/s for the four bfloat16 products of a LLaMA layer (16,384 tokens), 0.57 of 989 in
+#   the mean: github.com/meta-pytorch/float8_experimental/pull/100. 546 to 585 on such shapes in
+#   github.com/pytorch/FBGEMM/pull/2546. The fastest of all shapes reaches 794.5 (0.80), which no layer's shapes do:
+#   github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS".
+# - attention: 424 TFLOP/s backward at 1,024 tokens and head dim 128, the pass with most of the work: FlashAttention-3,
+#   arXiv:2407.08608, figure 6.
+# - decode: 352.6 TFLOP/s with 128 rows on a weight [12288, 5376], which is 2.75 of 3.35 TB/s:
+#   github.com/vllm-project/vllm/pull/49363. Reading keys and values reaches 3.0 TB/s: github.com/deepseek-ai/FlashMLA.
+# - all_reduce, all_gather, p2p: 370 GB/s of 450 over NVLink: github.com/NVIDIA/nccl-tests/issues/212, a maintainer.
+# - dp_sync: 84.8 GB/s of 100 between nodes in the mean over sizes: github.com/NVIDIA/nccl-tests/issues/119.
+# - weight_sync: 212 GB to 8 devices in 3.47 s, 7.6 GB/s each of H800's 200: github.com/MoonshotAI/checkpoint-engine.
+# - host: 4 ms between decoding passes: github.com/vllm-project/vllm/issues/6854.
+# Latencies and storage are assumed as above: they hardly matter there.
+PUBLISHED = Efficiencies(
+    efficiency=MappingProxyType(
+        {
+            **CONSERVATIVE.efficiency,
+            "gemm": 0.57,
+            "attention": 0.43,
+            "decode": 0.82,
+            "all_reduce": 0.82,
+            "p2p": 0.82,
+            "all_gather": 0.82,
+            "dp_sync": 0.85,
+            "weight_sync": 0.038,
+        }
+    ),
+    latency_s=CONSERVATIVE.latency_s,
     host_s=4e-3,
 )

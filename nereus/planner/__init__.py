@@ -1,5 +1,8 @@
 """Which plan: by hand, automatic, or the best of the plan space by predicted step time."""
 
 from nereus.planner.auto import plan_auto, resolve_plan
+from nereus.planner.candidate import Candidate, Search
+from nereus.planner.refit import refit_plan
+from nereus.planner.setting import Setting
 
-__all__ = ["plan_auto", "resolve_plan"]
+__all__ = ["Candidate", "Search", "Setting", "plan_auto", "refit_plan", "resolve_plan"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from storage.byte_reader import LocalBytes, open_bytes
 from storage.safetensors_header import Header, TensorEntry, build_header, check_header_length, parse_header
 from storage.slices import TensorSlice
+from storage.tensor_bytes import bytes_of
 
 BLOCK_BYTES = 16 * 2**20  # most bytes of a file that are held at a time
 
@@ -53,11 +54,6 @@ def _rows_of(entry: TensorEntry, part: TensorSlice) -> _Rows:
 
 def _as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() else tensor.unsqueeze(0)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class SafetensorsFile:
@@ -114,10 +110,10 @@ class SafetensorsFile:
         self.bytes_read += length
         direct = out.dtype == entry.torch_dtype and out.device.type == "cpu" and out.is_contiguous()
         if rows.is_contiguous and direct:
-            self._bytes.read_into(first, _bytes_of(out))
+            self._bytes.read_into(first, bytes_of(out))
             return
         buffer = torch.empty(length, dtype=torch.uint8)
-        self._bytes.read_into(first, _bytes_of(buffer))
+        self._bytes.read_into(first, bytes_of(buffer))
         item = entry.torch_dtype.itemsize
         shape, strides = (stop - start, rows.width // item), (rows.pitch // item, 1)
         out.copy_(buffer.view(entry.torch_dtype).as_strided(shape, strides).view(out.shape))
@@ -193,7 +189,7 @@ class SliceWriter:
         for start, stop in rows.blocks():
             block = source[start:stop].to(device="cpu", dtype=entry.torch_dtype).contiguous()
             first = rows.first + start * rows.pitch
-            data = _bytes_of(block)
+            data = bytes_of(block)
             if rows.is_contiguous:
                 self._write_at(first, data)
                 continue

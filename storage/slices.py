@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,11 +23,11 @@ class TensorSlice:
 
     def __post_init__(self) -> None:
         assert len(self.starts) == len(self.sizes), self
-        assert all(s >= 0 for s in (*self.starts, *self.sizes)), self
+        assert min(self.starts + self.sizes, default=0) >= 0, self
 
     @property
     def stops(self) -> tuple[int, ...]:
-        return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
+        return tuple(map(operator.add, self.starts, self.sizes))
 
     @property
     def num_elements(self) -> int:
@@ -36,11 +37,11 @@ class TensorSlice:
         """Return the common part of two slices of one tensor, or None when they share no element."""
         if self.name != other.name:
             return None
-        starts = tuple(max(a, b) for a, b in zip(self.starts, other.starts, strict=True))
-        stops = tuple(min(a, b) for a, b in zip(self.stops, other.stops, strict=True))
-        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
-            return None
-        return TensorSlice(self.name, starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
+        assert len(self.starts) == len(other.starts), (self, other)
+        # One call a dimension would be most of the time that a reader needs for a small piece.
+        starts = tuple(map(max, self.starts, other.starts))
+        sizes = tuple(map(operator.sub, map(min, self.stops, other.stops), starts))
+        return TensorSlice(self.name, starts, sizes) if min(sizes, default=1) > 0 else None
 
     def within(self, outer: TensorSlice) -> tuple[slice, ...]:
         """Return the index that picks this slice out of a tensor that holds exactly `outer`."""

@@ -61,21 +61,20 @@ class Options:
     @classmethod
     def of_stage(cls, stage: StagePlan, cluster: Cluster) -> Options:
         """Return the one option of a planned model-stage, with its true devices."""
-        tp, size = stage.layout.tp, stage.layout.size
-        nodes = [cluster.node_of(device) for device in stage.devices]
-        groups = [nodes[i : i + tp] for i in range(0, len(nodes), tp)]
-        replicas = [nodes[i : i + size] for i in range(0, len(nodes), size)]
-        tp_across = any(len(set(group)) > 1 for group in groups)
-        pp_across = any(replica[:-tp] != replica[tp:] for replica in replicas)
+        tp, pp = stage.layout.tp, stage.layout.pp
+        nodes = np.fromiter((cluster.node_of(device) for device in stage.devices), np.int64, len(stage.devices))
+        ranks = nodes.reshape(stage.dp, pp, tp)
+        tp_across = bool((ranks != ranks[:, :, :1]).any())
+        pp_across = bool((ranks[:, 1:] != ranks[:, :-1]).any())
         return cls(
             dp=np.array([float(stage.dp)]),
             tp=np.array([float(tp)]),
-            pp=np.array([float(stage.layout.pp)]),
+            pp=np.array([float(pp)]),
             micro_batch=np.array([float(stage.micro_batch)]),
             recompute=np.array([stage.recompute]),
             tp_across=np.array([tp_across]),
             pp_across=np.array([pp_across]),
-            nodes=np.array([float(len(set(nodes)))]),
+            nodes=np.array([float(len(np.unique(nodes)))]),
         )
 
     @cached_property

@@ -98,14 +98,12 @@ def forward_operations(
     all_reduce: two tensors [tokens, hidden] a layer (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     p2p: one tensor [tokens, hidden] from stage to stage.
     """
-    flops = 2.0 * (shape.layers * sizes.layer_elements * load.tokens + shape.head * sizes.head_elements * load.rows)
     message = load.tokens * spec.hidden * rates.element_bytes
     is_split, is_piped = (options.tp > 1).astype(np.float64), (options.pp > 1).astype(np.float64)
-    between = between_bytes(spec, sizes, shape, load, rates)
     return Operations(
         count={"all_reduce": 2.0 * shape.layers * ring_steps(options.tp), "p2p": is_piped},
         work_s={
-            "gemm": flops * rates.flop_s + between * rates.byte_s,
+            "gemm": layers_s(spec, sizes, shape, load, rates) + head_s(sizes, shape, load, rates),
             "attention": 4.0 * shape.layers * load.pairs * sizes.query * rates.flop_s,
             "all_reduce": is_split * 2.0 * shape.layers * message * rates.tensor_parallel_byte_s(options),
             "p2p": is_piped * message * rates.pipeline_byte_s(options),
@@ -113,14 +111,21 @@ def forward_operations(
     )
 
 
-def between_bytes(spec: ModelSpec, sizes: ModelSizes, shape: StageShape, load: PassLoad, rates: Rates) -> Array:
-    """Return bytes that the passes between matrix products read and write.
+def layers_s(spec: ModelSpec, sizes: ModelSizes, shape: StageShape, load: PassLoad, rates: Rates) -> Array:
+    """Return the seconds of a forward pass's products in the layers, and of what passes between them.
 
     A layer: two norms (read and write hidden), two residual sums (read two, write one), rotation (read and write
-    queries, keys and values), the gate (read two, write one). The head: log-softmax reads its logits twice.
+    queries, keys and values), the gate (read two, write one).
     """
-    layer = 10.0 * spec.hidden + 2.0 * sizes.qkv + 3.0 * sizes.intermediate
-    return (shape.layers * layer * load.tokens + shape.head * 2.0 * sizes.vocab * load.rows) * rates.element_bytes
+    between = 10.0 * spec.hidden + 2.0 * sizes.qkv + 3.0 * sizes.intermediate
+    each = 2.0 * sizes.layer_elements * rates.flop_s + between * (rates.element_bytes * rates.byte_s)
+    return shape.layers * load.tokens * each
+
+
+def head_s(sizes: ModelSizes, shape: StageShape, load: PassLoad, rates: Rates) -> Array:
+    """Return the seconds of a forward pass's product with the head, and of log-softmax, which reads logits twice."""
+    each = 2.0 * sizes.head_elements * rates.flop_s + 2.0 * sizes.vocab * (rates.element_bytes * rates.byte_s)
+    return shape.head * load.rows * each
 
 
 def training_operations(
@@ -134,20 +139,19 @@ def training_operations(
     """
     forward = forward_operations(spec, options, sizes, shape, load, rates)
     again = options.recompute.astype(np.float64)
-    layers = StageShape(shape.layers, 0.0 * shape.head)
-    layers_again = forward_operations(spec, options, sizes, layers, load, rates)
-    chunked = (load.rows * sizes.vocab * rates.element_bytes > LOGITS_BUFFER_BYTES) & (shape.head > 0)
-    head_again = 2.0 * sizes.head_elements * load.rows * rates.flop_s * chunked
+    layers_again = again * layers_s(spec, sizes, shape, load, rates)
+    chunked = load.rows * sizes.vocab * rates.element_bytes > LOGITS_BUFFER_BYTES
+    head_again = chunked * shape.head * (2.0 * sizes.head_elements * load.rows * rates.flop_s)
     elements = shape.layers * sizes.layer_elements + shape.head * sizes.head_elements
     accumulate = 2.0 * elements * rates.master_bytes * rates.byte_s
-    work, extra = forward.work_s, layers_again.work_s
+    work = forward.work_s
     return Operations(
         count={
             "all_reduce": (2.0 + again) * forward.count["all_reduce"],
             "p2p": 2.0 * forward.count["p2p"],
         },
         work_s={
-            "gemm": 3.0 * work["gemm"] + again * extra["gemm"] + head_again + accumulate,
+            "gemm": 3.0 * work["gemm"] + layers_again + head_again + accumulate,
             "attention": (1.0 + ATTENTION_BACKWARD + again) * work["attention"],
             "all_reduce": (2.0 + again) * work["all_reduce"],
             "p2p": 2.0 * work["p2p"],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from nereus.cluster import Cluster, NodeKind
 from nereus.cost.efficiency import Efficiencies
@@ -147,28 +145,24 @@ def estimate_step(plan: Plan, job: JobSpec, cluster: Cluster, efficiencies: Effi
         slowdown = efficiencies.slowdown(plan[name].devices) if name in plan else 1.0
         classes_s[key] = {cls: float(s) for cls, s in operations.seconds(efficiencies, slowdown).items()}
     seconds = {key: sum(classes.values()) for key, classes in classes_s.items()}
-    stages_s = {phase: _makespan(plan, seconds, phase) for phase in ("generation", "inference", "training")}
+    devices = {name: frozenset(stage.devices) for name, stage in plan.items()}
+    stages_s = {phase: _makespan(devices, seconds, phase) for phase in ("generation", "inference", "training")}
     stages_s["weight_sync"] = seconds.get("weight_sync", 0.0)
     hidden = stages_s["generation"] + stages_s["inference"]
     stages_s["staging"] = max(0.0, seconds.get("staging", 0.0) - hidden)
     return StepCost(sum(stages_s.values()), stages_s, seconds, classes_s)
 
 
-def _makespan(plan: Plan, seconds: Mapping[str, float], phase: str) -> float:
-    running = [(plan[name].devices, seconds[f"{name}/{phase}"]) for name in plan if f"{name}/{phase}" in seconds]
-    return makespan([devices for devices, _ in running], [duration for _, duration in running])
+def _makespan(devices: Mapping[str, Collection[int]], seconds: Mapping[str, float], phase: str) -> float:
+    running = [name for name in devices if f"{name}/{phase}" in seconds]
+    return makespan([devices[name] for name in running], [seconds[f"{name}/{phase}"] for name in running])
 
 
-def makespan(devices: Sequence[Sequence[int]], seconds: Sequence[float]) -> float:
+def makespan(devices: Sequence[Collection[int]], seconds: Sequence[float]) -> float:
     """Return when the last of some tasks ends, if each starts as soon as those before it that share a device ended."""
-    free: dict[int, float] = {}
-    for ids, duration in zip(devices, seconds, strict=True):
-        end = max((free.get(device, 0.0) for device in ids), default=0.0) + duration
-        free.update(dict.fromkeys(ids, end))
-    return max(free.values(), default=0.0)
-
-
-def scalar_options(stages: Sequence[Options]) -> Options:
-    """Return several options as one of arrays."""
-    fields = Options.__dataclass_fields__
-    return Options(*(np.concatenate([getattr(options, name) for options in stages]) for name in fields))
+    used = [ids if isinstance(ids, frozenset) else frozenset(ids) for ids in devices]
+    ends: list[float] = []
+    for ids, duration in zip(used, seconds, strict=True):
+        before = [end for other, end in zip(used, ends, strict=False) if not ids.isdisjoint(other)]
+        ends.append(max(before, default=0.0) + duration)
+    return max(ends, default=0.0)

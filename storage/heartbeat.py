@@ -61,14 +61,15 @@ class Heartbeat:
             _log.warning("%s stays behind: %s", hide_credentials(self._url), describe_error(as_os_error(error)))
 
     def _run(self) -> None:
-        wait_s = self._interval_s
-        while not self._end.wait(wait_s):
+        failing = False
+        while not self._end.wait(self._interval_s / 4 if failing else self._interval_s):
             try:
                 self.beat(patient=False)
-                wait_s = self._interval_s
+                failing = False
             except Exception as error:  # the next one may succeed; without any, others will take over
-                wait_s = self._interval_s / 4
-                _log.warning("a sign of life can't be written: %s", describe_error(as_os_error(error)))
+                if not failing:
+                    _log.warning("signs of life can't be written: %s", describe_error(as_os_error(error)))
+                failing = True
 
 
 def heartbeat_url(folder_url: str) -> str:

@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 _STORE_LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "urllib3", "gcsfs", "google", "adlfs", "azure", "requests")
 # Their error classes that mean "the way there failed", by name, since most of these libraries are not installed.
 _LOST_ON_THE_WAY = {
-    "HTTPClientError",  # botocore: no connection, closed connections, timeouts
+    "ConnectionError",  # botocore and requests
+    "HTTPClientError",  # botocore: closed connections, timeouts
     "ResponseStreamingError",
     "IncompleteReadError",
     "ResponseParserError",  # an overloaded proxy answers with a page that is no XML
@@ -29,7 +30,10 @@ _LOST_ON_THE_WAY = {
     "Timeout",  # requests
 }
 _NEVER_TRANSIENT = {"SSLError", "SSLCertVerificationError", "InvalidProxiesConfigError"}
-_WORTH_ANOTHER_TRY = {"SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"}
+_WORTH_ANOTHER_TRY = {
+    *("SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),
+    *("ConditionalRequestConflict", "OperationAborted"),  # two puts at the same time: ask again who has won
+}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
 
 
@@ -50,7 +54,13 @@ def is_transient(error: BaseException) -> bool:
     if names & _NEVER_TRANSIENT:
         return False
     status, code = answer_of(error)
-    return bool(names & _LOST_ON_THE_WAY) or status == 429 or status >= 500 or code in _WORTH_ANOTHER_TRY
+    # 501 says that the server doesn't know such a request: it won't learn it.
+    return (
+        bool(names & _LOST_ON_THE_WAY)
+        or status == 429
+        or (status >= 500 and status != 501)
+        or code in _WORTH_ANOTHER_TRY
+    )
 
 
 def retried(

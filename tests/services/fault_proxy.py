@@ -21,7 +21,7 @@ class Fault:
     """What happens to the next `count` requests that `matches` (method, path) picks; None for all of them.
 
     Kinds:
-        error: answered with `status` and the S3 error `code`; the server never sees the request.
+        error: answered with `status`, the S3 error `code` and `message`; the server never sees the request.
         reset: the connection is reset before the server sees the request.
         lost: the server does it, then the connection is reset instead of the answer.
         cut: the server does it, and the answer's body ends after half its bytes.
@@ -35,6 +35,7 @@ class Fault:
     status: int = 500
     code: str = "InternalError"
     seconds: float = 0.0
+    message: str = ""
     matches: Matcher = lambda method, path: True
 
 
@@ -162,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = cut
 
     def _answer_error(self, fault: Fault) -> None:
-        text = f"<Error><Code>{fault.code}</Code><Message>injected {fault.code}</Message></Error>"
+        text = f"<Error><Code>{fault.code}</Code><Message>{fault.message or fault.code}</Message></Error>"
         body = text.encode() if self.command != "HEAD" else b""
         self.send_response_only(fault.status)
         self.send_header("Content-Type", "application/xml")

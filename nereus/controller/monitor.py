@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 POOL, MEMORY_VIOLATION, SCHEDULE = "devices", "memory violation", "every k steps"
-LENGTH, FREE_MEMORY = "response length", "free memory"
+LENGTH, FREE_MEMORY, SPEED = "response length", "free memory", "speed of device"
 
 # Weight of the newest interval in the moving average of intervals between crossings.
 NEWEST_WEIGHT = 0.5
@@ -46,7 +46,7 @@ class Signals:
     def values(self) -> dict[str, float]:
         """Return every known signal by the name that triggers and records use."""
         values = {f"efficiency of {name}": value for name, value in self.efficiency.items()}
-        values |= {f"speed of device {device}": factor for device, factor in self.device_factor.items()}
+        values |= {f"{SPEED} {device}": factor for device, factor in self.device_factor.items()}
         if self.response_tokens is not None:
             values[LENGTH] = self.response_tokens
         if self.free_memory_bytes is not None:
@@ -73,8 +73,11 @@ class Monitor:
         if self._pool is not None and tuple(pool) != self._pool:
             crossed.append(POOL)
         self._pool = tuple(pool)
-        for name, value in sorted(signals.values().items()):
-            reference = self._references.setdefault(name, 1.0 if name.startswith("speed") else value)
+        values = signals.values()
+        # A device of the usual speed has no signal: it is missing once it is as fast as the others again.
+        values |= {name: 1.0 for name in self._references if name.startswith(SPEED) and name not in values}
+        for name, value in sorted(values.items()):
+            reference = self._references.setdefault(name, 1.0 if name.startswith(SPEED) else value)
             if abs(value - reference) > self.thresholds.of(name) * abs(reference):
                 crossed.append(name)
         for name in crossed:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nereus.controller.decision import Decision
 from nereus.controller.monitor import MEMORY_VIOLATION
 
 
 def explain(decision: Decision, policy: str, gamma: float) -> str:
     """Return why a decision came out as it did, with the numbers that decided it."""
-    cause = " and ".join(decision.trigger)
+    cause = _join(decision.trigger)
     moved = f"the move takes {decision.price.seconds:.1f} s ({decision.price.transport})"
     if decision.verdict == "urgent":
         what = "no longer fits memory" if MEMORY_VIOLATION in decision.trigger else "needs devices that are gone"
@@ -32,3 +34,9 @@ def explain(decision: Decision, policy: str, gamma: float) -> str:
         f"After a change of {cause} {saved}, but {moved} and would pay back in {decision.payback_steps:.2f} steps, "
         f"beyond {gamma:g} of the {decision.horizon_steps:.1f} steps until the next change."
     )
+
+
+def _join(names: Sequence[str], most: int = 2) -> str:
+    """Return the first names as words, and how many more there are."""
+    shown, more = names[:most], len(names) - most
+    return ", ".join(shown) + f" and {more} more" if more > 0 else " and ".join(shown)

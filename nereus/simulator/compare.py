@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nereus.simulator.oracle import gaps_to_best, run_oracle, survey_plans
+from nereus.plan import Plan
+from nereus.simulator.oracle import Landscape, gaps_to_best, run_oracle, survey_plans
 from nereus.simulator.result import PolicyRun
 from nereus.simulator.run import best_plans_of, run_policy
 from nereus.simulator.scenario import Scenario
@@ -22,6 +23,7 @@ class Comparison:
 
     world: World
     runs: tuple[PolicyRun, ...]
+    landscape: Landscape
 
     def __getitem__(self, policy: str) -> PolicyRun:
         return next(run for run in self.runs if run.policy == policy)
@@ -30,10 +32,23 @@ class Comparison:
         """Return the run of a policy; None where it wasn't asked for."""
         return next((run for run in self.runs if run.policy == policy), None)
 
+    def best_static(self) -> tuple[Plan, float] | None:
+        """Return the best plan that can be kept from first to last step, and its total in seconds; None if none can.
+
+        Looked for among the plans that policies visited and the best ones of each step; needs the oracle's survey.
+        """
+        if self.get("oracle") is None:
+            return None
+        totals = self.landscape.static_totals_s()
+        best = int(totals.argmin())
+        return (self.landscape.plans[best], float(totals[best])) if totals[best] < float("inf") else None
+
     def to_record(self) -> dict[str, Any]:
         """Return the document of `nereus simulate --json`."""
+        static = self.best_static()
         return {
             "policies": {run.policy: run.to_record(self.get("oracle")) for run in self.runs},
+            "best_static_plan": None if static is None else {"plan": static[0].to_record(), "total_s": static[1]},
             "devices": list(self.world.device_counts),
             "devices_source": self.world.traces.source,
             "response_tokens": [self.world.load(step).response_tokens for step in range(self.world.scenario.steps)],
@@ -64,17 +79,12 @@ def simulate(
             runs.append(run_policy(world, name))
     if "oracle" in names:
         each("oracle")
-    runs = _judge(world, runs, with_oracle="oracle" in names)
-    return Comparison(world, tuple(sorted(runs, key=lambda run: names.index(run.policy))))
-
-
-def _judge(world: World, runs: list[PolicyRun], *, with_oracle: bool) -> list[PolicyRun]:
-    """Return the runs with their gaps to the best plan of each step, and the oracle's where it is wanted."""
-    num_steps = world.scenario.steps
-    stride = 1 if with_oracle else -(-num_steps // SAMPLED_STEPS)
-    steps = range(0, num_steps, stride)
+    # Without the oracle some steps are enough: the best plan is only looked up for the gap to it.
+    stride = 1 if "oracle" in names else -(-scenario.steps // SAMPLED_STEPS)
+    steps = range(0, scenario.steps, stride)
     landscape = survey_plans(world, best_plans_of(world), runs, steps)
-    if with_oracle:
-        runs = [*runs, run_oracle(world, landscape)]
+    if "oracle" in names:
+        runs.append(run_oracle(world, landscape))
     rows = {step: row for row, step in enumerate(steps)}
-    return [replace(run, gaps=gaps_to_best(world, run, landscape, rows)) for run in runs]
+    judged = [replace(run, gaps=gaps_to_best(world, run, landscape, rows)) for run in runs]
+    return Comparison(world, tuple(sorted(judged, key=lambda run: names.index(run.policy))), landscape)

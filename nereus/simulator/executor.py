@@ -85,6 +85,7 @@ class SimulatedExecutor:
             response_tokens_p95=load.response_tokens_p95,
             share_at_cap=self._world.share_at_cap(step),
             stages_s=seconds,
+            equal_work_s=[self._equal_work(step, plan)],
             peak_bytes={device: peak for device, (peak, _) in peaks.items()},
         )
 
@@ -100,6 +101,12 @@ class SimulatedExecutor:
         out_of_memory = () if lost else devices
         peaks = {device: self._world.cluster.capacities[device] for device in out_of_memory}
         return StepOutcome(step, seconds, completed=False, out_of_memory=out_of_memory, peak_bytes=peaks)
+
+    def _equal_work(self, step: int, plan: Plan) -> dict[int, float]:
+        """Return what equal work takes on each device of the plan, measured with noise."""
+        noise = self._world.noise_of_devices(step)
+        slow = self._world.efficiencies(step).device_factor
+        return {device: slow.get(device, 1.0) * noise[device] for device in plan.devices}
 
     def _spend(self, step: int, kind: str, seconds: float, plan: Plan, changes_layout: bool = False) -> None:
         if kind == "transition":

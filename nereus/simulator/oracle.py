@@ -35,6 +35,13 @@ class Landscape:
     latency_s: np.ndarray
     noisy_s: np.ndarray
 
+    def static_totals_s(self) -> np.ndarray:
+        """Return float64 [plans]: the total of keeping each plan from first to last step; infinite if it can't be kept.
+
+        Micro-batch and recomputation are picked anew at every step, and the noise is the policies'.
+        """
+        return self.noisy_s.sum(axis=0)
+
     def best_s(self, step: int) -> float:
         """Return the noise-free latency of the best feasible plan of a step."""
         return float(self.latency_s[step].min())

@@ -12,8 +12,7 @@ import numpy as np
 
 from nereus.catalog import cluster_preset
 from nereus.cluster import Cluster, Link, NodeKind, uniform_cluster
-from nereus.cost.efficiency import CONSERVATIVE as PUBLISHED
-from nereus.cost.efficiency import Efficiencies
+from nereus.cost.efficiency import PUBLISHED, Efficiencies
 from nereus.cost.load import StepLoad
 from nereus.cost.step import JobSpec
 from nereus.model.spec import Head, ModelSpec
@@ -112,6 +111,12 @@ class World:
         truth = self.scenario.truth
         key = [truth.seed, step, attempt, zlib.crc32(what.encode())]
         return float(max(0.1, 1.0 + truth.noise * np.random.default_rng(key).standard_normal()))
+
+    def noise_of_devices(self, step: int) -> dict[int, float]:
+        """Return by device the factor by which the time of equal work differs from the true one."""
+        draw = np.random.default_rng([self.scenario.truth.seed, step, 11])
+        factors = np.maximum(0.1, 1.0 + self.scenario.truth.noise * draw.standard_normal(len(self.cluster.devices)))
+        return dict(zip(self.cluster.device_ids, factors.tolist(), strict=True))
 
     def moment_of_loss(self, step: int) -> float:
         """Return after what share of the step devices are lost that go without notice."""

@@ -37,6 +37,16 @@ def test_efficiency_of_a_class_and_speed_of_a_device_cross_at_two_tenths():
     assert monitor.find_triggers(1, drifted, (0,)) == ("efficiency of gemm", "speed of device 3")
 
 
+def test_a_slow_device_that_recovers_crosses_again():
+    monitor = Monitor()
+    slow = Signals(device_factor={3: 2.0})
+    monitor.find_triggers(0, Signals(), (0,))
+    assert monitor.find_triggers(1, slow, (0,)) == ("speed of device 3",)
+    monitor.reset_references(slow)
+    assert monitor.find_triggers(2, slow, (0,)) == ()
+    assert monitor.find_triggers(3, Signals(), (0,)) == ("speed of device 3",)
+
+
 def test_the_horizon_is_one_before_the_first_interval_then_a_moving_average():
     monitor = Monitor()
     monitor.find_triggers(0, Signals(), (0,))

@@ -18,6 +18,7 @@ from storage.errors import describe_error, hide_credentials
 from storage.journal import Journal
 from storage.owner import Owner, RunExists
 from storage.small_files import list_names
+from storage.urls import local_path
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def _open_new(config: RunConfig, run_id: str, flow_run_id: str | None) -> OpenRu
     job = prepare_job(config)
     identity = compute_identity(config)
     assert config.run_dir is not None
-    run_dir, root = RunDir(config.run_dir), staging_root(config)
+    run_dir, root = RunDir(config.run_dir), _absolute(staging_root(config))
     run_dir.check_free()
     _check_root_is_free(root)
     try:
@@ -122,7 +123,7 @@ def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id:
     except OSError as error:
         raise run_dir.unusable("written", error) from error
     commits = live_commits(owner.journal.entries())
-    run = OpenRun(recorded.run_id, job, identity, run_dir, owner, staging_root(config), commits)
+    run = OpenRun(recorded.run_id, job, identity, run_dir, owner, _absolute(staging_root(config)), commits)
     try:
         run_dir.write_config(config)
     except Exception as error:  # every store has errors of its own
@@ -142,6 +143,12 @@ def _take_over_body(
         "config": config.model_dump(mode="json"),
         "identity": identity,
     }
+
+
+def _absolute(url: str) -> str:
+    """Return a place that means the same in every process, whatever its working directory."""
+    path = local_path(url)
+    return url if path is None else os.path.abspath(path)
 
 
 def _check_root_is_free(root: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from storage.checksums import PieceHash
 from storage.manifest import FILE, GROUP, NAME
+from storage.retry import retried
 from storage.safetensors_header import DTYPE_NAMES, Header, build_header
 from storage.shard_record import Piece, ShardRecord, TensorMeta, cut_dim, follows, key_of
 from storage.slices import TensorSlice
@@ -18,7 +20,7 @@ from storage.tensor_bytes import byte_blocks
 from storage.urls import join_url, local_path, open_filesystem
 from storage.whole_file import WholeFile
 
-BLOCK_BYTES = 2**20  # hashed and written while it is in the processor's cache
+BLOCK_BYTES = 2**19  # hashed and written while it is in the processor's cache
 PUT_BYTES = 80 * 2**20  # of an object that is put at once; a larger one goes in parts
 PART_BYTES = 32 * 2**20
 
@@ -85,7 +87,7 @@ class ShardWriter:
         elif header.file_bytes <= PUT_BYTES:
             pieces = self._put(text, header.file_bytes, placed)
         else:
-            pieces = self._put_in_parts(text, placed)
+            pieces = retried(lambda: self._put_in_parts(text, placed))
         return ShardRecord(self.group, self.file, header.file_bytes, header.checksum, dict(self._metas), pieces)
 
     def abandon(self) -> None:
@@ -155,7 +157,7 @@ class ShardWriter:
 
         pieces = self._write_pieces(placed, append)
         filesystem, name = open_filesystem(self.url)
-        filesystem.pipe_file(name, data)
+        retried(lambda: filesystem.pipe_file(name, data))
         return pieces
 
     def _put_in_parts(self, text: bytes, placed: list[_Placed]) -> tuple[Piece, ...]:
@@ -167,6 +169,8 @@ class ShardWriter:
             file.close()
             file.commit()
         except BaseException:
-            file.discard()
+            with contextlib.suppress(Exception):  # the error that counts is the one on its way
+                file.discard()
+            file.closed = True  # else its end of life would upload the rest
             raise
         return pieces

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import posixpath
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ import torch
 
 from storage.byte_reader import open_bytes
 from storage.errors import describe_error, hide_credentials
-from storage.exclusive import create_exclusively
+from storage.exclusive import create_exclusively, sync_folder
 from storage.manifest import MANIFEST_NAME, Manifest, check_manifest_size, dump_manifest, parse_manifest
 from storage.retry import retried
 from storage.safetensors_header import parse_header
@@ -45,7 +44,7 @@ def commit_state(folder_url: str | os.PathLike[str], manifest: Manifest) -> str:
             raise damage(hide_credentials(join_url(folder_url, shard.file)), found)
     path = local_path(folder_url)
     if path is not None:
-        _sync_folders(path)
+        sync_folder(path)
     try:
         create_exclusively(url, data)
     except FileExistsError:
@@ -64,21 +63,6 @@ def _list_sizes(folder_url: str | os.PathLike[str]) -> Mapping[str, int]:
     filesystem.invalidate_cache(folder)
     found = retried(lambda: filesystem.ls(folder, detail=True))
     return {posixpath.basename(item["name"]): int(item["size"]) for item in found if item["type"] == "file"}
-
-
-def _sync_folders(path: str) -> None:
-    """Bring the names of a folder's files, and of the folders above it that may be new, to the disk."""
-    path = os.path.abspath(path)
-    while True:
-        with contextlib.suppress(PermissionError):  # a folder that can't be read was there before
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        if os.path.ismount(path) or path == os.path.dirname(path):
-            return
-        path = os.path.dirname(path)
 
 
 def _read_manifest(url: str) -> bytes:

@@ -19,7 +19,7 @@ from storage.shard_record import DamagedState, ShardRecord, damage
 from storage.slices import TensorSlice
 from storage.urls import join_url, local_path
 
-LOCAL_BLOCK_BYTES = 2**20  # read and hashed while it is in the processor's cache
+LOCAL_BLOCK_BYTES = 2**19  # read and hashed while it is in the processor's cache
 REMOTE_BLOCK_BYTES = 16 * 2**20  # fetched at once, in ranges side by side
 _JOB_BYTES = 8 * 2**20  # of a thread's piece of work
 

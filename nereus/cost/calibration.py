@@ -151,17 +151,24 @@ def _most_probable(mean: Array, amounts: Array, seconds: Array, weights: Array) 
     logs = mean.copy()
     prior = np.full(len(mean), math.log(PRIOR_FACTOR) ** -2)
     hessian = np.diag(prior)
-    for iteration in range(40):
-        terms = amounts * np.exp(logs)
-        predicted = terms.sum(axis=1)
-        shares = terms / predicted[:, None]
-        errors = seconds - np.log(predicted)
-        scaled = np.abs(errors) / NOISE
-        robust = np.minimum(1.0, 1.5 / np.maximum(scaled, 1e-12)) if iteration < 20 else 4.0 / (3.0 + scaled**2)
-        weighted = shares * (weights * robust / NOISE**2)[:, None]
-        hessian = np.diag(prior) + weighted.T @ shares
-        move = np.linalg.solve(hessian, weighted.T @ errors + prior * (mean - logs))
-        logs = logs + np.clip(move, -1.0, 1.0)
-        if np.abs(move).max() < 1e-6 and iteration > 20:
-            break
+    for weigh in (_huber, _student):
+        for _ in range(30):
+            terms = amounts * np.exp(logs)
+            predicted = terms.sum(axis=1)
+            shares = terms / predicted[:, None]
+            errors = seconds - np.log(predicted)
+            weighted = shares * (weights * weigh(np.abs(errors) / NOISE) / NOISE**2)[:, None]
+            hessian = np.diag(prior) + weighted.T @ shares
+            move = np.linalg.solve(hessian, weighted.T @ errors + prior * (mean - logs))
+            logs = logs + np.clip(move, -1.0, 1.0)
+            if np.abs(move).max() < 1e-4:
+                break
     return logs, np.sqrt(np.diag(np.linalg.inv(hessian)))
+
+
+def _huber(scaled: Array) -> Array:
+    return np.minimum(1.0, 1.5 / np.maximum(scaled, 1e-12))
+
+
+def _student(scaled: Array) -> Array:
+    return 4.0 / (3.0 + scaled**2)

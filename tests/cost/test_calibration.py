@@ -123,7 +123,6 @@ def test_a_slow_device_gets_a_factor_and_no_class_is_blamed():
     for step in range(5):
         calibration.devices.observe({0: 1.0, 1: 1.01, 2: 0.99, 3: 1.6})
         calibration.observe(step, work, 1.6 / 0.5, devices=(2, 3))
-        calibration.observe(step, work, 1.0 / 0.5, devices=(0, 1))
     found = calibration.efficiencies()
     assert found.device_factor == pytest.approx({3: 1.6}, rel=0.01)
     assert found.efficiency["gemm"] == pytest.approx(0.5, rel=0.01)

@@ -13,12 +13,14 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 _S3_ATTEMPTS = 3  # of one request, made by botocore; what is worth more is tried again by `storage.retry`
+TIMEOUTS = {"connect_timeout": 5, "read_timeout": 15}  # in seconds, without a byte
+SHORT_TIMEOUTS = {"connect_timeout": 4, "read_timeout": 8}
 
 
 def open_filesystem(url: str | os.PathLike[str], *, patient: bool = True) -> tuple[AbstractFileSystem, str]:
     """Return the file system of a path or URL, and the path inside it.
 
-    Listings of S3 are not cached, and every request to it ends in bounded time (below a minute when the server hangs),
+    Listings of S3 are not cached, and every request to it ends in bounded time (a minute or so when the server hangs),
     unless the user has set other limits in the environment, in the AWS config file or in fsspec's config.
 
     Args:
@@ -26,11 +28,11 @@ def open_filesystem(url: str | os.PathLike[str], *, patient: bool = True) -> tup
         patient: False makes one short attempt of every request to S3, for a check at the door.
     """
     text = os.fspath(url)
-    if not text.startswith(("s3://", "s3a://")):
+    if "::" in text or not text.startswith(("s3://", "s3a://")):
         return url_to_fs(text)
-    filesystem, path = url_to_fs(text, **_s3_options(patient))
-    filesystem.retries = 1  # s3fs's own, on top of botocore's, would multiply the waits
-    return filesystem, path
+    from storage.s3 import BoundedS3FileSystem as S3  # takes half a second, which local runs are spared
+
+    return S3(**S3._get_kwargs_from_urls(text), **_s3_options(patient)), S3._strip_protocol(text)
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
@@ -52,13 +54,13 @@ def join_url(url: str | os.PathLike[str], name: str) -> str:
 def _s3_options(patient: bool) -> dict[str, Any]:
     """Return what s3fs is opened with: our limits, and over them what the user has set."""
     user = {**fsspec.config.conf.get("s3a", {}), **fsspec.config.conf.get("s3", {})}
-    config: dict[str, Any] = {"connect_timeout": 5, "read_timeout": 15}
+    config: dict[str, Any] = dict(TIMEOUTS)
     places = (os.environ.get("AWS_PROFILE"), os.environ.get("AWS_CONFIG_FILE"))
     if "AWS_MAX_ATTEMPTS" not in os.environ and not _max_attempts_configured(*places):
         config["retries"] = {"total_max_attempts": _S3_ATTEMPTS}
     config.update(user.get("config_kwargs", {}))
     if not patient:
-        config.update({"connect_timeout": 4, "read_timeout": 8, "retries": {"total_max_attempts": 1}})
+        config.update(SHORT_TIMEOUTS, retries={"total_max_attempts": 1})
     options: dict[str, Any] = {"use_listings_cache": False, "config_kwargs": config}
     # Instances are cached by what they are opened with: the endpoint belongs to it, the environment may name another.
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -19,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
-from storage.urls import open_filesystem
+from fsspec import AbstractFileSystem
 
 START_LIMIT_S = 40
 _TRIES = 3
@@ -53,6 +53,24 @@ class S3Server:
     def url(self) -> str:
         return f"s3://{self.bucket}"
 
+    def connect(self) -> AbstractFileSystem:
+        """Return a client that heeds no environment; always the same one, since a new one takes half a second."""
+        return _connect(self.endpoint, self.key, self.secret)
+
+
+@functools.cache
+def _connect(endpoint: str, key: str, secret: str) -> AbstractFileSystem:
+    from s3fs import S3FileSystem
+
+    return S3FileSystem(
+        key=key,
+        secret=secret,
+        endpoint_url=endpoint,
+        config_kwargs={"connect_timeout": 2, "read_timeout": 5, "retries": {"total_max_attempts": 1}},
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
@@ -66,11 +84,11 @@ def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
     """A folder of its own on the S3 server, which the environment names; what is in it goes after the test."""
     for name, value in s3_server.env.items():
         monkeypatch.setenv(name, value)
-    url = f"{s3_server.url}/{uuid.uuid4().hex}"
-    yield url
-    filesystem, path = open_filesystem(url)
-    if filesystem.exists(path):
-        filesystem.rm(path, recursive=True)
+    name = uuid.uuid4().hex
+    yield f"{s3_server.url}/{name}"
+    filesystem = s3_server.connect()  # the test may have changed the environment
+    if filesystem.exists(f"{s3_server.bucket}/{name}"):
+        filesystem.rm(f"{s3_server.bucket}/{name}", recursive=True)
 
 
 @contextlib.contextmanager
@@ -124,7 +142,7 @@ def _start(weed: str, folder: Path, ports: list[int], server: S3Server) -> subpr
         *(f"-master.port={master}", "-master.volumeSizeLimitMB=1024", f"-volume.port={volume}", "-volume.max=20"),
         *("-filer", f"-filer.port={filer}", "-filer.localSocket=filer.sock"),
         *("-s3", f"-s3.port={s3}", "-s3.config=s3.json", "-s3.localSocket=s3.sock"),
-        *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+        *("-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]
     guarded = ["sh", "-c", '"$@" & read line; kill -9 $!', "sh", *arguments]
     with (folder / "log").open("wb") as log:
@@ -139,17 +157,7 @@ def _identity(name: str, key: str, secret: str, actions: list[str]) -> dict[str,
 
 def _wait_until_up(process: subprocess.Popen[bytes], server: S3Server) -> bool:
     """Return whether the server took a bucket and gave an object back; False when it ended, such as by a taken port."""
-    from s3fs import S3FileSystem
-
-    filesystem = S3FileSystem(
-        key=server.key,
-        secret=server.secret,
-        endpoint_url=server.endpoint,
-        config_kwargs={"connect_timeout": 2, "read_timeout": 5, "retries": {"total_max_attempts": 1}},
-        skip_instance_cache=True,
-        use_listings_cache=False,
-    )
-    filesystem.retries = 1
+    filesystem = server.connect()
     end = time.monotonic() + START_LIMIT_S
     while time.monotonic() < end and process.poll() is None:
         try:

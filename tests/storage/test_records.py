@@ -1,5 +1,6 @@
 """JSONL records on disk and in an object store."""
 
+import contextlib
 import errno
 import math
 import os
@@ -7,12 +8,14 @@ import os
 import fsspec
 import pytest
 
+from storage import records
 from storage.records import append_record, keep_records, read_records
+from storage.small_files import remove_file
 
 
-@pytest.fixture(params=["local", "memory"])
-def url(request, tmp_path):
-    return str(tmp_path / "run" / "m.jsonl") if request.param == "local" else f"memory://{tmp_path.name}/m.jsonl"
+@pytest.fixture
+def url(store_url):
+    return f"{store_url}/run/m.jsonl"
 
 
 def test_round_trip_in_order(url):
@@ -30,6 +33,43 @@ def test_keep_removes_and_appending_goes_on(url):
     keep_records(url, lambda r: r["step"] < 3)
     append_record(url, {"step": 3})
     assert [r["step"] for r in read_records(url)] == [0, 1, 2, 3]
+
+
+def test_a_kill_while_cutting_back_leaves_no_hole(url, monkeypatch):
+    """On disk all goes at once; of objects the last go first."""
+    for step in range(6):
+        append_record(url, {"step": step})
+
+    class Killed(BaseException):
+        pass
+
+    removed = []
+
+    def die_at_third(name):
+        if len(removed) == 2:
+            raise Killed
+        removed.append(name)
+        remove_file(name)
+
+    monkeypatch.setattr(records, "remove_file", die_at_third)
+    with contextlib.suppress(Killed):
+        keep_records(url, lambda r: r["step"] < 2)
+    assert [r["step"] for r in read_records(url)] in ([0, 1], [0, 1, 2, 3])
+
+
+def test_a_record_is_on_the_disk_when_a_commit_may_rely_on_it(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def note(fd):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    append_record(tmp_path / "run" / "m.jsonl", {"step": 0})
+    assert synced == [tmp_path.name, "m.jsonl", "run"]
+    append_record(tmp_path / "run" / "m.jsonl", {"step": 1})
+    assert synced[3:] == ["m.jsonl"]
 
 
 def test_numbers_outside_json_become_null(url):

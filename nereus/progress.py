@@ -13,8 +13,8 @@ from typing import Any, Literal
 class Event:
     """One thing that happened in a run.
 
-    `opened`: workers are up; data = {"run_dir", "steps", "plan"}. `stage`: a stage of a step began; data = {"stage"}.
-    `step`: a step ended; data = its line of metrics.jsonl.
+    `opened`: workers are up; data = {"run_dir", "steps", "first_step", "plan"}, `steps` being those still to do.
+    `stage`: a stage of a step began; data = {"stage"}. `step`: a step ended; data = its line of metrics.jsonl.
     Example: Event("stage", "amber-fox", 3, {"stage": "generation"}).
     """
 

@@ -44,9 +44,14 @@ class RunView:
         """Show one event."""
         if event.kind == "opened":
             self.run_dir = event.data["run_dir"]
-            self._console.print(f"run   {self.run_dir}", highlight=False)
+            first = event.data.get("first_step", 0)
+            goes_on = f", goes on at step {first}" if first and event.data["steps"] else ""
+            self._console.print(f"run   {self.run_dir}{goes_on}", highlight=False, soft_wrap=True)
             self._show_plan(event.data["plan"])
-            self._console.print(_row(_HEADINGS), style="bold", highlight=False)
+            if event.data["steps"]:
+                self._console.print(_row(_HEADINGS), style="bold", highlight=False)
+            else:
+                self._console.print("all steps are done already; `steps=N` makes the run longer", highlight=False)
             self._live.update(self._bar, total=event.data["steps"], description="starting")
         elif event.kind == "stage":
             self._live.update(self._bar, description=f"step {event.step} · {event.data['stage']}")

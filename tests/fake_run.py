@@ -42,6 +42,7 @@ class FakeRun:
     run_dir: str
     config: RunConfig
     plan: Plan = field(default_factory=lambda: plan_of(Layout(2, 1), dp=2))
+    max_shard_bytes: int = 100_000
 
     def __post_init__(self) -> None:
         self.specs: dict[str, ModelSpec] = {
@@ -72,7 +73,7 @@ class FakeRun:
         """Write a set without committing it; return its name and its manifest's checksum."""
         state, name = self.draw(step), f"step-{step:08d}-{self.number}"
         records = []
-        shards = plan_shards(self.plan, self.specs, element_bytes=4, max_shard_bytes=100_000)
+        shards = plan_shards(self.plan, self.specs, element_bytes=4, max_shard_bytes=self.max_shard_bytes)
         for order in (order for orders in shards.values() for order in orders):
             writer = ShardWriter(f"{self.root}/{name}", group=order.group, file=order.file)
             for piece in order.pieces:

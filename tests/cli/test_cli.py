@@ -78,7 +78,8 @@ def test_an_export_to_an_object_store_ends_with_its_config(tmp_path: Path):
     final.mkdir()
     for name in ("a.json", "config.json", "model.safetensors"):
         (final / name).write_text("{}")
-    assert export_run(str(tmp_path), f"memory://{tmp_path.name}/out") == ["a.json", "model.safetensors", "config.json"]
+    done = export_run(str(tmp_path), f"memory://{tmp_path.name}/out")
+    assert done.files == ("a.json", "model.safetensors", "config.json")
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():

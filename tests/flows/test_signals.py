@@ -54,6 +54,7 @@ def test_a_signal_ends_the_run_and_all_its_processes(run: subprocess.Popen[str],
     run.send_signal(sent)
     _, said = run.communicate(timeout=END_LIMIT_S)
     assert run.returncode == 1
-    assert said.strip() == "nereus: Stopped; the workers are freed."
+    mend = f"go on with `nereus resume {tmp_path / 'amber'}`"
+    assert said.strip() == f"nereus: Stopped; the workers are freed; {mend}."
     _, alive = psutil.wait_procs(children, timeout=END_LIMIT_S)
     assert not alive

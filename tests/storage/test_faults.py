@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from storage import host_lock, retry
 from storage.errors import describe_error
@@ -13,8 +14,11 @@ from storage.journal import FencedOff, Journal
 from storage.owner import DriverAlive, Owner
 from storage.records import append_record, keep_records, read_records
 from storage.retention import retire
+from storage.shard_record import DamagedState
 from storage.small_files import list_names, read_file, remove_file, replace_file
+from storage.state import read_state, verify_state
 from tests.services.fault_proxy import Fault, gets, puts, run_fault_proxy
+from tests.storage.staged_sets import read_whole, write_small_set
 
 DATA = bytes(range(256)) * 400
 
@@ -193,3 +197,36 @@ def test_a_silent_server_is_given_up(url, proxy, monkeypatch):
     with pytest.raises(OSError, match=r"(?i)timeout"):
         replace_file(f"{url}/new", DATA)
     assert [kind for _, _, kind in proxy.requests] == ["silent"] * 4
+
+
+def test_a_set_is_written_and_read_through_faults(url, strike):
+    strike()
+    tensors, manifest = write_small_set(f"{url}/step-00000003-1")
+    strike()
+    assert read_state(f"{url}/step-00000003-1").shards == manifest.shards
+    strike()
+    read = read_whole(f"{url}/step-00000003-1", manifest)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("kind", ["error", "reset", "short"])
+@pytest.mark.parametrize("file", ["actor.training-1", "manifest.json"])
+def test_a_set_is_committed_whole_or_not_at_all(url, proxy, kind, file):
+    proxy.inject(Fault(kind, count=None, matches=puts(file)))
+    with pytest.raises(OSError):
+        write_small_set(f"{url}/step-00000003-1")
+    with pytest.raises(DamagedState, match="never committed"):
+        read_state(f"{url}/step-00000003-1")
+    proxy.clear()
+    write_small_set(f"{url}/step-00000003-1")  # and what is there stands in nobody's way
+    assert verify_state(f"{url}/step-00000003-1") == []
+
+
+def test_a_commit_whose_every_answer_is_lost_stands(url, proxy):
+    """The writer can't know, and is told so; the manifest is whole, and committing it again is no error."""
+    proxy.inject(Fault("lost", count=None, matches=puts("manifest.json")))
+    with pytest.raises(OSError):
+        write_small_set(f"{url}/step-00000003-1")
+    proxy.clear()
+    assert verify_state(f"{url}/step-00000003-1") == []
+    write_small_set(f"{url}/step-00000003-1")

@@ -8,7 +8,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from storage.errors import describe_error, hide_credentials
 from storage.retry import as_os_error
@@ -26,15 +27,17 @@ class Heartbeat:
     The writer's clock is in none of it: who watches waits for a change by a clock of its own.
     """
 
-    def __init__(self, url: str, interval_s: float) -> None:
+    def __init__(self, url: str, interval_s: float, facts: Mapping[str, Any] | None = None) -> None:
         """Write nothing yet.
 
         Args:
             url: of the object.
             interval_s: between two beats.
+            facts: what else every sign says.
         """
         self._url = url
         self._interval_s = interval_s
+        self._facts = dict(facts or {})
         self._count = 0
         self._id = uuid.uuid4().hex  # two writers' first beats differ
         self._end = threading.Event()
@@ -43,7 +46,8 @@ class Heartbeat:
     def beat(self, *, patient: bool = True) -> None:
         """Write the next sign; an OSError when the store refuses it."""
         self._count += 1
-        replace_file(self._url, json.dumps({"writer": self._id, "beat": self._count}).encode(), patient=patient)
+        sign = {**self._facts, "writer": self._id, "beat": self._count}
+        replace_file(self._url, json.dumps(sign).encode(), patient=patient)
 
     def start(self) -> None:
         """Beat in a thread of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import posixpath
@@ -15,13 +16,15 @@ from collections.abc import Collection, Iterator
 from storage.errors import describe_error, hide_credentials
 from storage.heartbeat import Heartbeat
 from storage.manifest import MANIFEST_NAME
+from storage.process_identity import has_died, own_identity
 from storage.retry import as_os_error, retried
 from storage.small_files import list_names, read_file, remove_file, remove_files, remove_folder
 from storage.urls import is_s3, join_url, local_path, open_filesystem
 
 _SET = re.compile(r"step-(\d{8,})-(\d+)")
 _READERS = "readers"  # a folder in the root: a marker for every reader, named by the set it reads
-_MARKER = re.compile(r"(step-\d{8,}-\d+)@[0-9a-f]{32}")
+# A marker, and on its way to that name (on local disk, where a kill may leave it).
+_MARKER = re.compile(r"\.?(step-\d{8,}-\d+)@[0-9a-f]{32}(\.[0-9a-f]{32}\.new)?")
 _BEAT_S = 5.0  # of a reader's marker
 _log = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ def being_read(root_url: str, set_name: str) -> Iterator[None]:
     if not _is_folder(root, set_name):
         raise FileNotFoundError(errno.ENOENT, "there is no such set", hide_credentials(join_url(root, set_name)))
     marker = join_url(root, f"{_READERS}/{set_name}@{uuid.uuid4().hex}")
-    heartbeat = Heartbeat(marker, _BEAT_S)
+    heartbeat = Heartbeat(marker, _BEAT_S, {"process": own_identity()})
     try:
         _mark(heartbeat)
     except OSError as error:
@@ -108,7 +111,10 @@ def _remove_set(root: str, name: str, lease_s: float) -> bool:
 
 
 def _sets_read(root: str, lease_s: float) -> set[str]:
-    """Return the sets that have a marker of a living reader; markers that didn't change for the lease are removed."""
+    """Return the sets that have a marker of a living reader.
+
+    Markers are removed that didn't change for the lease, or whose process is known to have ended.
+    """
     read = set()
     names = list_names(join_url(root, _READERS))
     for marker in [one for one in _seen if posixpath.dirname(one) == join_url(root, _READERS)]:
@@ -124,15 +130,25 @@ def _sets_read(root: str, lease_s: float) -> set[str]:
         except FileNotFoundError:  # done by now
             continue
         last, since = _seen.get(marker, (None, 0.0))
-        if sign != last:
-            _seen[marker] = (sign, time.monotonic())
-        elif time.monotonic() - since > max(lease_s, 4 * _BEAT_S):
+        silent_s = time.monotonic() - since if sign == last else 0.0
+        if _is_of_the_dead(sign) or silent_s > max(lease_s, 4 * _BEAT_S):
             remove_file(marker)
             _remove_readers_folder(root)
             _seen.pop(marker, None)
             continue
-        read.add(match[1])
+        if sign != last:
+            _seen[marker] = (sign, time.monotonic())
+        if not name.startswith("."):
+            read.add(match[1])
     return read
+
+
+def _is_of_the_dead(sign: bytes) -> bool:
+    """Return whether a marker's process is known to have ended: one of this machine."""
+    try:
+        return has_died(json.loads(sign)["process"])
+    except (ValueError, KeyError, TypeError):  # half written, or by someone else
+        return False
 
 
 def _mark(heartbeat: Heartbeat) -> None:

@@ -6,11 +6,18 @@ import pytest
 
 from storage import heartbeat, retention
 from storage.retention import being_read, retire
-from storage.small_files import file_exists, list_names, remove_file, replace_file
+from storage.small_files import file_exists, list_names, read_file, remove_file, replace_file
 from storage.urls import open_filesystem
 from tests.services.processes import running_python
 
 LEASE_S = 30.0
+READER = """
+    import sys, time
+    from storage.retention import being_read
+    with being_read(sys.argv[1], "step-00000000-1"):
+        print("reads", flush=True)
+        time.sleep(600)
+"""
 
 
 def make_set(root, name, *, committed=True):
@@ -149,16 +156,10 @@ def test_a_reader_that_comes_while_the_manifest_goes_keeps_the_shards(store_url,
 def test_a_living_reader_of_another_process_is_respected_and_a_dead_one_expires(tmp_path, monkeypatch):
     root, name = str(tmp_path / "state"), "step-00000000-1"
     make_set(root, name)
-    code = """
-        import sys, time
-        from storage.retention import being_read
-        with being_read(sys.argv[1], "step-00000000-1"):
-            print("reads", flush=True)
-            time.sleep(600)
-    """
     now = [0.0]
     monkeypatch.setattr(retention.time, "monotonic", lambda: now[0])
-    with running_python(code, root, until="reads"):
+    monkeypatch.setattr(retention, "has_died", lambda identity: False)  # as if it were on another host
+    with running_python(READER, root, until="reads"):
         assert retire(root, keep=[], lease_s=LEASE_S, take_over=1) == []
         (marker,) = list_names(f"{root}/readers")
     now[0] = LEASE_S - 1
@@ -169,6 +170,19 @@ def test_a_living_reader_of_another_process_is_respected_and_a_dead_one_expires(
     now[0] = 2 * LEASE_S + 2
     assert retire(root, keep=[], lease_s=LEASE_S, take_over=1) == [name]
     assert list_names(root) == []
+
+
+def test_a_dead_reader_of_this_host_holds_nothing(tmp_path):
+    root, name = str(tmp_path / "state"), "step-00000000-1"
+    make_set(root, name)
+    with running_python(READER, root, until="reads"):
+        assert retire(root, keep=[], lease_s=LEASE_S, take_over=1) == []
+        (marker,) = list_names(f"{root}/readers")
+        torn = f"{root}/readers/.{marker}.{'0' * 32}.new"
+        replace_file(torn, read_file(f"{root}/readers/{marker}"))
+        replace_file(f"{root}/readers/.{marker}.{'1' * 32}.new", b"")  # nobody knows whose
+    assert retire(root, keep=[], lease_s=LEASE_S, take_over=1) == [name]
+    assert list_names(f"{root}/readers") == [f".{marker}.{'1' * 32}.new"]
 
 
 def test_readers_beat(tmp_path, monkeypatch):

@@ -1,0 +1,214 @@
+"""Options of one model-stage as tables: bytes that stay, and seconds by how much room its phases have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nereus.cost.options import Options
+from nereus.cost.step import phases_of
+from nereus.plan import stage_of
+from nereus.planner.rank_arrays import MemoryFormulas, rank_types, take_ranks
+from nereus.planner.setting import Floats, Setting
+from nereus.planner.space import DeviceOrder, Ints, Rows, micro_batch_steps
+
+Flags = NDArray[np.bool_]
+
+# Levels of room that are told apart; more make the bounds tighter and the tables larger.
+NUM_LEVELS = 64
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Room on a device in equal steps: level l is from `l * step` to `(l + 1) * step` bytes.
+
+    `usable_bytes` is what all model-stages may take of the first device, `top_bytes` of any.
+    """
+
+    usable_bytes: int
+    top_bytes: int
+    num: int = NUM_LEVELS
+
+    @cached_property
+    def step(self) -> int:
+        return max(1, -(-self.top_bytes // self.num))
+
+    @cached_property
+    def most(self) -> Ints:
+        """The most room of each level in bytes."""
+        return np.minimum((np.arange(self.num) + 1) * self.step, max(0, self.top_bytes))
+
+    def of(self, room: Ints) -> Ints:
+        """Return the levels of some rooms; a negative room has level -1."""
+        return np.where(room < 0, -1, np.minimum(room // self.step, self.num - 1))
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Options of one model-stage whose block begins at the first device.
+
+    `resident` [rows] is what rank 0 holds always, in bytes. `seconds[phase]` [rows, levels + 1] are of the fastest
+    choice that fits rank 0 with the most room of a level, or infinite; the last column (index -1) is infinite.
+    `anywhere[phase]` [rows] are at least as short as on any block of the cluster, with all the room a device has.
+    """
+
+    name: str
+    rows: Rows
+    resident: Ints
+    seconds: Mapping[str, Floats]
+    anywhere: Mapping[str, Floats]
+
+    @classmethod
+    def absent(cls, phases: tuple[str, ...], levels: Levels) -> StageTable:
+        """Return the table of a model-stage that this job hasn't: no devices, no bytes, no time."""
+        nothing = np.zeros(1, dtype=np.int64)
+        zeros = {phase: np.zeros((1, levels.num + 1)) for phase in phases}
+        rows = Rows((), nothing, nothing)
+        rows.__dict__.update(tp=nothing, pp=nothing, size=nothing, devices=nothing)
+        return cls("", rows, nothing, zeros, {phase: each[:, 0] for phase, each in zeros.items()})
+
+    def __len__(self) -> int:
+        return len(self.resident)
+
+
+def build_table(name: str, rows: Rows, setting: Setting, levels: Levels, *, may_lie_anywhere: bool) -> StageTable:
+    """Return the table of a model-stage for some rows."""
+    formulas = MemoryFormulas(setting.workload, setting.job.precision)
+    types = rank_types(setting.job.specs[name], rows.layouts)
+    stage = stage_of(name)
+    resident = formulas.resident(stage, take_ranks(types.ranks, types.first))[rows.layout]
+    build = _generation_seconds if stage == "generation" else _seconds
+    seconds = build(name, rows, setting, levels, front_options)
+    anywhere = seconds
+    if may_lie_anywhere and not _is_regular(setting.order, rows, setting):
+        anywhere = build(name, rows, setting, levels, best_options)
+    own = levels.of(setting.order.usable_bytes.max() - resident)
+    index = np.arange(len(rows))
+    return StageTable(name, rows, resident, seconds, {p: each[index, own] for p, each in anywhere.items()})
+
+
+def _seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place) -> dict[str, Floats]:
+    """Return [rows, levels + 1] seconds by phase of a model-stage with micro-batches."""
+    stage, work = stage_of(name), setting.workload
+    samples = work.minibatch_samples if stage == "training" else work.samples_per_step
+    share = np.maximum(1, -(-samples // rows.dp))
+    steps = micro_batch_steps(share, rows.pp)
+    recompute = np.array([False, True]) if stage == "training" else np.array([False])
+    micro_batch = np.repeat(steps, len(recompute), axis=1)
+    flags = np.tile(recompute, steps.shape[1])
+    formulas, types = MemoryFormulas(work, setting.job.precision), rank_types(setting.job.specs[name], rows.layouts)
+    ranks = take_ranks(types.ranks, types.first[rows.layout][:, None])
+    need = formulas.phase(stage, ranks, share[:, None], micro_batch, flags)
+    lowest = np.searchsorted(levels.most, need)  # the first level whose most room is enough
+    result = {}
+    for phase in phases_of(name):
+        # Old log-probs and values are computed without a backward pass, so recomputation changes nothing.
+        again = flags if phase == "training" else np.zeros_like(flags)
+        width = slice(None) if phase == "training" else slice(None, None, len(recompute))
+        options, slowdown = place(setting.order, rows, micro_batch[:, width], again[width], setting)
+        seconds = setting.phase_seconds(name, phase, options, slowdown).reshape(len(rows), -1)
+        if phase != "training" and len(recompute) > 1:
+            seconds = np.repeat(seconds, len(recompute), axis=1)
+        result[phase] = _by_level(seconds, lowest, levels)
+    return result
+
+
+def _by_level(seconds: Floats, lowest: Ints, levels: Levels) -> Floats:
+    """Return [rows, levels + 1]: the least seconds of the choices whose lowest level is at most that level."""
+    table = np.full((len(seconds), levels.num + 2), np.inf)
+    index = np.arange(len(seconds))
+    for choice in range(seconds.shape[1]):
+        at = lowest[:, choice]
+        table[index, at] = np.minimum(table[index, at], seconds[:, choice])
+    result = np.minimum.accumulate(table[:, : levels.num + 1], axis=1)
+    result[:, levels.num] = np.inf
+    return result
+
+
+def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place) -> dict[str, Floats]:
+    """Return [rows, levels + 1] seconds of generation with as many slots as each level of room holds."""
+    work = setting.workload
+    share = np.maximum(1, -(-work.samples_per_step // rows.dp))
+    slots = np.minimum(_slots_by_level(name, rows, setting, levels)[rows.layout], share[:, None])
+    options, slowdown = place(setting.order, rows, np.maximum(1, slots), np.zeros(slots.shape[1], bool), setting)
+    seconds = setting.phase_seconds(name, "generation", options, slowdown).reshape(len(rows), -1)
+    result = np.full((len(rows), levels.num + 1), np.inf)
+    result[:, : levels.num] = np.where(slots > 0, seconds, np.inf)
+    return {"generation": result}
+
+
+def _slots_by_level(name: str, rows: Rows, setting: Setting, levels: Levels) -> Ints:
+    """Return [layouts, levels] most slots of a replica with all samples that fit rank 0, by bisection."""
+    formulas = MemoryFormulas(setting.workload, setting.job.precision)
+    types = rank_types(setting.job.specs[name], rows.layouts)
+    ranks = take_ranks(types.ranks, types.first[:, None])
+    most = setting.workload.samples_per_step
+    low = np.zeros((len(types.first), levels.num), dtype=np.int64)
+    high = np.full_like(low, most)
+    for _ in range(most.bit_length()):
+        middle = (low + high + 1) // 2
+        fits = formulas.phase("generation", ranks, most, np.maximum(1, middle)) <= levels.most
+        low = np.where(fits, middle, low)
+        high = np.where(fits, high, np.maximum(low, middle - 1))
+    return low
+
+
+def front_options(
+    order: DeviceOrder, rows: Rows, micro_batch: Ints, recompute: Flags, setting: Setting
+) -> tuple[Options, Floats]:
+    """Return options [rows * v] on blocks from the first device on, and their slowdowns."""
+    borders = np.array([order.crossings(0, layout) for layout in rows.layouts])[rows.layout]
+    used = rows.devices
+    nodes = order.node[used - 1] - order.node[0] + 1
+    slowdown = np.maximum.accumulate(order.slowdown)[used - 1]
+    return _options(rows, micro_batch, recompute, used > borders[:, 0], used > borders[:, 1], nodes, slowdown)
+
+
+def best_options(
+    order: DeviceOrder, rows: Rows, micro_batch: Ints, recompute: Flags, setting: Setting
+) -> tuple[Options, Floats]:
+    """Return options [rows * v] that cross nodes only where no block can help it, on the fastest devices."""
+    per_node = setting.cluster.kind.devices
+    nodes = -(-rows.devices // per_node)
+    slowdown = np.full(len(rows), order.slowdown.min())
+    return _options(rows, micro_batch, recompute, rows.tp > per_node, rows.size > per_node, nodes, slowdown)
+
+
+def _options(
+    rows: Rows,
+    micro_batch: Ints,
+    recompute: Flags,
+    tp_across: Flags,
+    pp_across: Flags,
+    nodes: Ints,
+    slowdown: Floats,
+) -> tuple[Options, Floats]:
+    num = micro_batch.shape[1]
+
+    def spread(array: NDArray, dtype: type = np.float64) -> NDArray:
+        return np.repeat(array.astype(dtype), num)
+
+    options = Options(
+        dp=spread(rows.dp),
+        tp=spread(rows.tp),
+        pp=spread(rows.pp),
+        micro_batch=micro_batch.reshape(-1).astype(np.float64),
+        recompute=np.tile(recompute, len(rows)),
+        tp_across=spread(tp_across, bool),
+        pp_across=spread(pp_across & (rows.pp > 1), bool),
+        nodes=spread(nodes),
+    )
+    return options, spread(slowdown)
+
+
+def _is_regular(order: DeviceOrder, rows: Rows, setting: Setting) -> bool:
+    """Return whether a block from the first device on is as good as any."""
+    one = np.ones((len(rows), 1), dtype=np.int64)
+    front, at_front = front_options(order, rows, one, np.zeros(1, bool), setting)
+    best, at_best = best_options(order, rows, one, np.zeros(1, bool), setting)
+    same = [(getattr(front, name) == getattr(best, name)).all() for name in ("tp_across", "pp_across", "nodes")]
+    return all(same) and bool((at_front == at_best).all())

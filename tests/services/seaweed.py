@@ -73,9 +73,9 @@ def _connect(endpoint: str, key: str, secret: str) -> AbstractFileSystem:
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One S3 server for all tests; its `env` holds what users would set."""
-    with run_seaweed() as server:
+    with run_seaweed(str(tmp_path_factory.mktemp("s3"))) as server:
         yield server
 
 

@@ -91,7 +91,7 @@ def _identity(fd: int) -> list[str | int] | None:
 def _lock_path(run_url: str) -> str:
     path = local_path(run_url)
     if path is not None:
-        return join_url(os.path.realpath(path), "journal/driver.lock")
+        return join_url(path, "journal/driver.lock")
     filesystem, inside = open_filesystem(run_url)
     place = [type(filesystem).__name__, str(getattr(filesystem, "endpoint_url", "")), inside.strip("/")]
     if isinstance(filesystem, MemoryFileSystem):

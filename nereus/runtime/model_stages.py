@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nereus.commits import Commit, read_commit, reading
+from nereus.commits import Commit, read_commit
 from nereus.plan import Plan
 from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.job import Job
@@ -74,15 +74,14 @@ def restore_newest(
     damage = ""
     for commit in reversed(list(commits)):
         url = join_url(root, commit.set_name)
-        with reading(url):
-            try:
-                manifest = read_commit(root, commit)
-                _check_fits(manifest, run_id)
-                _restore(engine, plan, url, manifest)
-            except DamagedState as error:
-                damage = damage or str(error).rstrip(".")
-                logger.info("step %d: %s", commit.step, error)
-                continue
+        try:  # nobody but us may retire it meanwhile
+            manifest = read_commit(root, commit)
+            _check_fits(manifest, run_id)
+            _restore(engine, plan, url, manifest)
+        except DamagedState as error:
+            damage = damage or str(error).rstrip(".")
+            logger.info("step %d: %s", commit.step, error)
+            continue
         if damage:
             logger.warning("%s. The run goes on from step %d, the newest commit that is whole.", damage, commit.step)
         return commit, manifest

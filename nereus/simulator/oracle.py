@@ -68,19 +68,21 @@ def survey_plans(world: World, planning: Planning, runs: Sequence[PolicyRun], st
             if spent.kind == "step":
                 visited.setdefault(spent.step, []).append(spent.plan)
                 found.setdefault(_placement(spent.plan), spent.plan)
-    boundaries = {step: true_boundary(world, step) for step in steps}
-    for step, boundary in boundaries.items():
-        for candidate in planning.search(boundary, world.efficiencies(step), None):
+    # Steps with the same devices, load and hardware have the same plans.
+    alike = {world.conditions(step): true_boundary(world, step) for step in reversed(steps)}
+    for boundary in alike.values():
+        for candidate in planning.search(boundary, world.efficiencies(boundary.step), None):
             found.setdefault(_placement(candidate.plan), candidate.plan)
     plans = tuple(found.values())
+    rows = {key: [_refit(world, planning, boundary, plan) for plan in plans] for key, boundary in alike.items()}
     index = {placement: i for i, placement in enumerate(found)}
-    refitted: list[list[Plan | None]] = []
-    for step, boundary in boundaries.items():
-        row = [_refit(world, planning, boundary, plan) for plan in plans]
+    refitted = []
+    for step in steps:
+        row = list(rows[world.conditions(step)])
         for plan in visited.get(step, ()):  # what ran could run
             row[index[_placement(plan)]] = row[index[_placement(plan)]] or plan
         refitted.append(row)
-    return _measure(world, plans, refitted, tuple(boundaries))
+    return _measure(world, plans, refitted, steps)
 
 
 def _placement(plan: Plan) -> object:
@@ -95,7 +97,7 @@ def _refit(world: World, planning: Planning, boundary: Boundary, plan: Plan) -> 
 
 
 def _measure(
-    world: World, plans: tuple[Plan, ...], refitted: Sequence[Sequence[Plan | None]], steps: tuple[int, ...]
+    world: World, plans: tuple[Plan, ...], refitted: Sequence[Sequence[Plan | None]], steps: Sequence[int]
 ) -> Landscape:
     exact = np.full((len(steps), len(plans)), np.inf)
     noisy = exact.copy()

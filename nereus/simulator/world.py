@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -106,6 +106,10 @@ class World:
         )
         return replace(self.cluster, kind=kind)
 
+    def conditions(self, step: int) -> Hashable:
+        """Return what decides how plans do in a step; steps with equal conditions differ by noise only."""
+        return (self.num_devices(step), self.load(step), tuple(sorted(self._slow(step).items(), key=str)))
+
     def noise(self, step: int, attempt: int, what: str) -> float:
         """Return the factor by which a time differs from the true one; equal for all policies."""
         truth = self.scenario.truth
@@ -115,7 +119,10 @@ class World:
     def noise_of_devices(self, step: int) -> dict[int, float]:
         """Return by device the factor by which the time of equal work differs from the true one."""
         draw = np.random.default_rng([self.scenario.truth.seed, step, 11])
-        factors = np.maximum(0.1, 1.0 + self.scenario.truth.noise * draw.standard_normal(len(self.cluster.devices)))
+        # A step has thousands of pieces of equal work: their mean scatters much less than one time does.
+        factors = np.maximum(
+            0.1, 1.0 + 0.1 * self.scenario.truth.noise * draw.standard_normal(len(self.cluster.devices))
+        )
         return dict(zip(self.cluster.device_ids, factors.tolist(), strict=True))
 
     def moment_of_loss(self, step: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,18 @@ class Moves:
         if key not in self._moves:
             self._moves[key] = self._compute(name, current, target, gone)
         return self._moves[key]
+
+    def between_all(self, name: str, stages: Sequence[StagePlan]) -> dict[str, np.ndarray]:
+        """Return the moves between all pairs of placements of a model-stage, by field of StageMove: [n, n, ...]."""
+        number = {(stage.layout, stage.devices): stage for stage in stages}
+        index = {place: i for i, place in enumerate(number)}
+        rows = np.array([index[stage.layout, stage.devices] for stage in stages])
+        moves = [[self.of(name, current, target) for target in number.values()] for current in number.values()]
+        pairs = np.ix_(rows, rows)
+        return {
+            field: np.array([[getattr(move, field) for move in row] for row in moves])[pairs]
+            for field in ("into", "out_of", "inside", "staged", "messages")
+        }
 
     def setup_among(self, devices: frozenset[int]) -> np.ndarray:
         """Return float64 [devices]: the messages of setting up one communicator among some devices."""

@@ -71,6 +71,21 @@ def _places(plan: Plan) -> dict[str, Any]:
     return {name: (stage.layout, stage.devices) for name, stage in plan.items()}
 
 
+# The weight sync's communicator joins both of the actor's model-stages.
+_ACTOR = ("actor.generation", "actor.training")
+
+
+def _actor_devices(plan: Plan) -> frozenset[int]:
+    return frozenset(device for name in _ACTOR if name in plan for device in plan[name].devices)
+
+
+def _differ(places: Sequence[Any]) -> np.ndarray:
+    """Return bool [n, n]: which two of some places differ."""
+    number = {place: index for index, place in enumerate(dict.fromkeys(places))}
+    index = np.array([number[place] for place in places])
+    return index[:, None] != index[None, :]
+
+
 class TransitionPricer:
     """Prices of transitions on one cluster; what two of them have in common is worked out once."""
 
@@ -115,14 +130,21 @@ class TransitionPricer:
 
         The same numbers as `estimate` gives, pair by pair.
         """
-        seconds = np.zeros((len(plans), len(plans)))
-        for i, current in enumerate(plans):
-            for j, target in enumerate(plans):
-                if i != j and moves_state(current, target):
-                    moves = [self._moves.of(name, current[name], target[name]) for name in target]
-                    link_s, staged_s, setup_s = self._seconds(moves, current, target, efficiencies)
-                    seconds[i, j] = min(link_s, staged_s) + setup_s
-        return seconds
+        names = list(plans[0])
+        parts = [self._moves.between_all(name, [plan[name] for plan in plans]) for name in names]
+        into, out_of, staged = (np.sum([part[key] for part in parts], axis=0) for key in ("into", "out_of", "staged"))
+        inside = np.sum([part["inside"] for part in parts], axis=0)
+        messages = np.sum([part["messages"] for part in parts], axis=0)
+        changed = np.zeros((len(plans), len(plans)), dtype=bool)
+        for name in names:
+            if name in _ACTOR:
+                changed |= _differ([_places(plan)[name] for plan in plans])
+        sync = np.stack([self._moves.setup_among(_actor_devices(plan)) for plan in plans])
+        messages = messages + changed[:, :, None] * sync[None]
+        network = np.maximum(into.max(axis=2), out_of.max(axis=2)) / self._kind.inter_node.bandwidth_bytes_s
+        link_s = np.maximum(network, inside / self._kind.intra_node.bandwidth_bytes_s) / efficiencies.efficiency["p2p"]
+        staged_s = staged.max(axis=2) / self._storage_bytes_s(efficiencies, "storage_read")
+        return np.minimum(link_s, staged_s) + messages.max(axis=2) * efficiencies.latency_s["comm_setup"]
 
     def _seconds(
         self, moves: Sequence[StageMove], current: Plan, target: Plan, efficiencies: Efficiencies
@@ -135,10 +157,8 @@ class TransitionPricer:
         )
         staged = sum(move.staged for move in moves).max()  # type: ignore[union-attr]
         messages = sum(move.messages for move in moves)
-        actor = [name for name in ("actor.generation", "actor.training") if name in target]
-        if any(_places(current)[name] != _places(target)[name] for name in actor):
-            # The weight sync's communicator joins both of the actor's model-stages.
-            messages = messages + self._moves.setup_among(frozenset(d for n in actor for d in target[n].devices))
+        if any(_places(current)[name] != _places(target)[name] for name in _ACTOR if name in target):
+            messages = messages + self._moves.setup_among(_actor_devices(target))
         return (
             link_s / efficiencies.efficiency["p2p"],
             staged / self._storage_bytes_s(efficiencies, "storage_read"),

@@ -1,0 +1,63 @@
+"""What the controller asks of planner, cost model and transition prices, answered by the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nereus.cluster import Cluster
+from nereus.controller.decision import Boundary, Candidate
+from nereus.cost.efficiency import Efficiencies
+from nereus.cost.step import JobSpec
+from nereus.plan import Plan
+from nereus.planner import Setting, best_plans, best_with, refit_plan
+from nereus.transition.price import TransitionPrice, TransitionPricer
+
+# Plans beyond the best that are weighed at a replan: slightly slower ones whose moves may be cheaper.
+RUNNERS_UP = 7
+
+
+class CostPlanning:
+    """The planner's answers for one job."""
+
+    def __init__(self, job: JobSpec, cluster: Cluster, *, runners_up: int = RUNNERS_UP) -> None:
+        """Args: cluster: the whole allocation, devices that are away included."""
+        self._job, self._count = job, 1 + runners_up
+        self._pricer = TransitionPricer(job, cluster)
+
+    def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan | None) -> Sequence[Candidate]:
+        """Return the best plan and its runners-up, fastest first; none when nothing fits."""
+        if not boundary.cluster.devices:
+            return []
+        found = best_plans(self._setting(boundary, efficiencies), self._count, current=current)
+        return [Candidate(each.plan, each.step_s) for each in found]
+
+    def scale(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan) -> Sequence[Candidate]:
+        """Return the best plan with the current tp and pp at any dp; none when nothing fits."""
+        if not boundary.cluster.devices:
+            return []
+        layouts = {name: stage.layout for name, stage in current.items()}
+        found = best_with(self._setting(boundary, efficiencies), layouts)
+        return [Candidate(each.plan, each.step_s) for each in found]
+
+    def refit(self, boundary: Boundary, efficiencies: Efficiencies, plan: Plan) -> Candidate | None:
+        """Return the plan with micro-batch and recomputation picked anew; None when no choice fits."""
+        found = refit_plan(plan, self._setting(boundary, efficiencies))
+        return None if found is None else Candidate(found.plan, found.step_s)
+
+    def price(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan, target: Plan) -> TransitionPrice:
+        """Return what the move from one plan to another costs."""
+        return self._pricer.estimate(current, target, efficiencies, lost=boundary.lost)
+
+    def describe_misfit(self, boundary: Boundary) -> str:
+        """Return one sentence for people when no plan fits."""
+        cluster = boundary.cluster
+        gib = cluster.kind.memory_bytes / 2**30
+        return (
+            f"No plan fits {len(cluster.devices)} devices of {gib:.0f} GiB with responses of "
+            f"{boundary.memory_tokens:.0f} tokens; use more devices, a smaller model or shorter responses."
+        )
+
+    def _setting(self, boundary: Boundary, efficiencies: Efficiencies) -> Setting:
+        job = replace(self._job, load=boundary.load)
+        return Setting.of(job, boundary.cluster, efficiencies, boundary.memory_tokens, boundary.memory_factor)

@@ -35,7 +35,9 @@ def compute_identity(config: RunConfig) -> dict[str, str]:
     prompts = resolve_path(config.data.prompts)
     _check_relative("data.prompts", prompts)
     identity["prompts"] = fingerprint_prompts(prompts)
-    identity["tokenizer"] = _hash_tokenizer(tokenizer_of(config))
+    tokenizer = tokenizer_of(config)
+    _check_relative("model.path" if config.model.tiny is None else "model.tiny.tokenizer", tokenizer)
+    identity["tokenizer"] = _hash_tokenizer(tokenizer)
     if config.reward.model is not None:
         identity["reward_tokenizer"] = _hash_tokenizer(_folder(config.reward.model))
     for role in ("model", "critic"):

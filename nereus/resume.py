@@ -95,8 +95,8 @@ def check_resume(
             raise _changed(field, before, now)
     if config.steps < recorded.steps:
         raise ValueError(
-            f"`steps` was {recorded.steps} when this run was started and is {config.steps} now; a run can only be made "
-            f"longer: give at least {recorded.steps}, or leave it out."
+            f"`steps` is {recorded.steps} for this run so far and {config.steps} now; a run can only be made longer: "
+            f"give at least {recorded.steps}, or leave it out."
         )
     _check_places(recorded, config)
     _check_identity(recorded, identity, config, new_identity)

@@ -56,7 +56,7 @@ def test_how_a_run_is_executed_may_change(tmp_path: Path, overrides: list[str]):
         ("model.tiny.layers=2", "`model.tiny.layers` was 3 when this run was started and is 2 now"),
         ("critic.tiny={}", "`critic.tiny` was empty when this run was started and is {"),
         ("reward.function=nereus.recipes.rewards:score_arithmetic", "`reward.function` was nereus.recipes.rewards:sc"),
-        ("steps=4", "`steps` was 5 when this run was started and is 4 now; a run can only be made longer: give at"),
+        ("steps=4", "`steps` is 5 for this run so far and 4 now; a run can only be made longer: give at least 5"),
         ("staging.root=/elsewhere", "`staging.root` was "),
         ("run_dir=/elsewhere", "`run_dir` is /elsewhere, but the run that goes on lies in "),
     ],

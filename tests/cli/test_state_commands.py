@@ -80,7 +80,7 @@ def test_reshard_and_export(fake: FakeRun, tmp_path: Path):
         (["export", "RUN", "OUT", "--step", "9"], "has no commit of step 9"),
         (["resume", "NOWHERE"], "holds no run"),
         (["resume", "RUN", "seed=1"], "`seed` was 0 when this run was started and is 1 now"),
-        (["resume", "RUN", "steps=3"], "`steps` was 5 when this run was started and is 3 now"),
+        (["resume", "RUN", "steps=3"], "`steps` is 5 for this run so far and 3 now"),
         (["resume", "RUN", "stepz=9"], "Unknown key `stepz`; did you mean `steps`?"),
         (["resume", "RUN", "staging.root=/elsewhere"], "`staging.root` was "),
         (["resume", "RUN", "plan.actor.generation.dp=9"], "plan.actor.generation: asks for device 4"),

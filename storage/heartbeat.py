@@ -17,7 +17,7 @@ from storage.small_files import read_file, remove_file, replace_file
 from storage.urls import join_url
 
 NAME = re.compile(r"heartbeat-[0-9a-f]{32}")
-_STOP_LIMIT_S = 15.0  # longer than one short attempt at a store that hangs
+_STOP_LIMIT_S = 5.0  # a beat that takes longer hangs, and so would the removal
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +59,9 @@ class Heartbeat:
         self._end.set()
         if self._thread is not None:
             self._thread.join(_STOP_LIMIT_S)
+            if self._thread.is_alive():
+                _log.warning("%s stays behind: its store doesn't answer", hide_credentials(self._url))
+                return
         try:
             remove_file(self._url, patient=False)
         except Exception as error:  # every store has errors of its own, and the end of a run must not fail by this

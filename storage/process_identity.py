@@ -25,9 +25,20 @@ def has_died(identity: Any) -> bool:
             return False
         return _start(pid) != start
     except FileNotFoundError:
-        return True
+        return not _is_hidden(pid)
     except (OSError, ValueError, TypeError):
         return False
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process is there that /proc doesn't show: mounted with `hidepid` it hides those of other users."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _world() -> list[str | int]:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+from storage import process_identity
 from storage.process_identity import has_died, own_identity
 
 
@@ -33,6 +34,21 @@ def test_of_other_machines_nothing_is_known():
     boot, namespace, *_ = own_identity()
     for identity in (None, [], "x", ["other", namespace, 1, 1], [boot, 0, 1, 1], [boot, namespace, "1", 1]):
         assert not has_died(identity), identity
+
+
+def test_a_process_that_proc_hides_has_not_died(monkeypatch):
+    """It belongs to another user, and /proc is mounted with hidepid."""
+    boot, namespace, *_ = own_identity()
+
+    def hide(pid):
+        raise FileNotFoundError(pid)
+
+    def forbid(pid, number):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(process_identity, "_start", hide)
+    monkeypatch.setattr(os, "kill", forbid)
+    assert not has_died([boot, namespace, 1, 1])
 
 
 def _start_of(pid):

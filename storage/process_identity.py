@@ -31,7 +31,7 @@ def has_died(identity: Any) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether a process is there that /proc doesn't show: mounted with `hidepid` it hides those of other users."""
+    """Return whether a process is there that /proc doesn't show: `hidepid` hides those of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -17,7 +17,7 @@ from storage.safetensors_header import DTYPES
 from storage.shard_record import ITEM_BYTES, Piece, ShardRecord, TensorMeta, damage
 from storage.slices import TensorSlice
 from storage.tensor_bytes import bytes_of, lies_in_order
-from storage.urls import join_url
+from storage.urls import join_url, local_path
 
 _MAX_SEGMENTS = 512  # of one system call, which takes 1,024
 
@@ -68,6 +68,23 @@ class _Segment:
     data: Tensor | None = None
 
 
+def open_staged(url: str) -> ByteReader:
+    """Open a file of a set, never what a link leads to.
+
+    Raises:
+        DamagedState: it is missing, or no ordinary file.
+        OSError: it can't be reached.
+    """
+    try:
+        return open_bytes(url, only_plain=True)
+    except FileNotFoundError:
+        raise damage(hide_credentials(url), "the file is missing") from None
+    except OSError as error:
+        if local_path(url) is None or error.errno not in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
+            raise
+        raise damage(hide_credentials(url), "it is a link, a pipe or a folder instead of a file") from None
+
+
 class ShardReader:
     """One shard, open; its size and header are those of the record. Reading from several threads is safe.
 
@@ -79,14 +96,7 @@ class ShardReader:
     def __init__(self, folder_url: str | os.PathLike[str], record: ShardRecord) -> None:
         url = join_url(folder_url, record.file)
         self.record, self.where = record, hide_credentials(url)
-        try:
-            self._bytes: ByteReader = open_bytes(url, only_plain=True)
-        except FileNotFoundError:
-            raise damage(self.where, "the file is missing") from None
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO):
-                raise
-            raise damage(self.where, "it is a link, a pipe or a folder instead of a file") from None
+        self._bytes = open_staged(url)
         try:
             self._check()
         except BaseException:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from storage.byte_reader import open_bytes
 from storage.errors import describe_error, hide_credentials
 from storage.exclusive import create_exclusively, sync_folder
 from storage.manifest import MANIFEST_NAME, Manifest, check_manifest_size, dump_manifest, parse_manifest
 from storage.retry import retried
 from storage.safetensors_header import parse_header
-from storage.shard_reader import PieceRead, ShardReader
+from storage.shard_reader import PieceRead, ShardReader, open_staged
 from storage.shard_record import DamagedState, ShardRecord, damage
 from storage.urls import join_url, local_path, open_filesystem
 
@@ -36,14 +35,14 @@ def commit_state(folder_url: str | os.PathLike[str], manifest: Manifest) -> str:
     url = join_url(folder_url, MANIFEST_NAME)
     data = dump_manifest(manifest)
     checksum = parse_manifest(data, hide_credentials(url)).checksum  # what couldn't be read must not be written
-    sizes = _list_sizes(folder_url)
+    sizes = _list_sizes(folder_url) if manifest.shards else {}
     for shard in manifest.shards:
         size = sizes.get(shard.file)
         if size != shard.num_bytes:
             found = "it is missing" if size is None else f"it has {size} bytes, not {shard.num_bytes}"
             raise damage(hide_credentials(join_url(folder_url, shard.file)), found)
     path = local_path(folder_url)
-    if path is not None:
+    if path is not None and manifest.shards:
         sync_folder(path)
     try:
         create_exclusively(url, data)
@@ -67,10 +66,7 @@ def _list_sizes(folder_url: str | os.PathLike[str]) -> Mapping[str, int]:
 
 def _read_manifest(url: str) -> bytes:
     where = hide_credentials(url)
-    try:
-        file = open_bytes(url, only_plain=True)
-    except FileNotFoundError:
-        raise DamagedState(f"{where} is missing: the set was never committed; use another commit.") from None
+    file = open_staged(url)
     try:
         check_manifest_size(file.size, where)
         data = bytearray(file.size)
@@ -88,7 +84,7 @@ def read_state(folder_url: str | os.PathLike[str], *, checksum: str | None = Non
         checksum: what the manifest's checksum has to be, if that is known.
 
     Raises:
-        DamagedState: there is no manifest, it is damaged, or it is another one than expected.
+        DamagedState: there is no manifest (the set was never committed), it is damaged, or another one than expected.
         OSError: the store can't be reached.
     """
     url = join_url(folder_url, MANIFEST_NAME)

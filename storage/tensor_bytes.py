@@ -12,7 +12,8 @@ from storage.slices import whole
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): a dimension of one element may have any stride, and would keep it.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def lies_in_order(tensor: Tensor) -> bool:

@@ -92,8 +92,11 @@ class WholeFile:
     def _explain(self, error: OSError) -> OSError:
         if error.errno not in _NO_ROOM:
             return error
-        needed, free = self.num_bytes, self._free_bytes()
-        return OSError(error.errno, f"no room for {self.path}: it needs {needed} bytes and {free} are free; make room")
+        why = f"{os.strerror(error.errno).lower()}, {self._free_bytes()} are free"
+        text = (
+            f"no room for {self.path}: it needs {self.num_bytes} bytes ({why}); make room there or choose another place"
+        )
+        return OSError(error.errno, text)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Bounds on the inference stage: how short it can get with so much memory left, and how long it takes for each pair."""
+"""Lower bounds of a step's stages when only some model-stages are chosen, from rooms on the first devices of blocks."""
 
 from __future__ import annotations
 
@@ -9,60 +9,56 @@ from nereus.planner.setting import Floats
 from nereus.planner.space import Ints
 from nereus.planner.tables import Levels, StageTable
 
+# Inference pairs are grouped by the bytes that stay of them into so many classes.
+NUM_CLASSES = 16
 
-class InferenceBounds:
-    """Bounds for one list of inference pairs.
 
-    `least_s` [levels + 1] is what they add at least on the first device when so much is left for them and the phases.
+class InferenceClasses:
+    """Inference pairs grouped by what stays of them on the first device.
+
+    `resident` [classes] is the least of each class in bytes. `least_s` [levels + 1] is what any pair adds at least on
+    the first device when so much is left for it and the phases.
     """
 
-    def __init__(self, pairs: Pairs, levels: Levels, num_devices: int) -> None:
-        self._pairs = pairs
-        first, second = pairs.first_table, pairs.second_table
-        serial = _least(first, second, levels, side=False)
-        self.least_s = serial
-        if pairs.side.any():
-            self.least_s = np.minimum(serial, _least(first, second, levels, side=True))
+    def __init__(self, pairs: Pairs, levels: Levels) -> None:
+        self.pairs = pairs
+        order = np.argsort(pairs.resident, kind="stable")
+        self._of_class = np.array_split(order, min(NUM_CLASSES, len(order)))
+        self.resident = pairs.resident[[members[0] for members in self._of_class]]
+        self.least_s = _least(pairs.first_table, pairs.second_table, levels)
 
-    def makespan_s(self, training: Pairs, level: Ints) -> Floats:
-        """Return [n] seconds of the inference stage after one training pair, if rooms have these levels [n].
-
-        Old log-probs, values, first and second of the pair start in this order, each as soon as those before it that
-        share a device with it have ended.
-        """
-        pairs = self._pairs
-        actor = training.first_s("inference", level[None])[0]
-        critic = training.second_s("inference", level[None])[0]
-        actor_end, beside = int(training.first_devices[0]), bool(training.side[0])
-        critic_start = int(training.second_start[0])
-        critic_end = critic_start + int(training.second_devices[0])
-        ends_actor = actor
-        ends_critic = critic + (0.0 if beside else ends_actor)
-        first = pairs.first_table.seconds["inference"][pairs.first, level]
-        after_critic = pairs.first_devices > critic_start
-        ends_first = np.maximum(ends_actor, np.where(after_critic, ends_critic, 0.0)) + first
-        start, end = pairs.second_start, pairs.second_start + pairs.second_devices
-        begins = np.where(start < actor_end, ends_actor, 0.0)
-        begins = np.maximum(begins, np.where((start < critic_end) & (end > critic_start), ends_critic, 0.0))
-        begins = np.maximum(begins, np.where(pairs.side, 0.0, ends_first))
-        ends_second = begins + pairs.second_s("inference", level)
-        return np.maximum(np.maximum(ends_actor, ends_critic), np.maximum(ends_first, ends_second))
+    def least(self, seconds: Floats) -> Floats:
+        """Return [n, classes] the least of [n, pairs] in each class."""
+        return np.stack([seconds[:, members].min(axis=1) for members in self._of_class], axis=1)
 
 
-def _least(first: StageTable, second: StageTable, levels: Levels, *, side: bool) -> Floats:
-    """Return [levels + 1] the least seconds on the first device over all layouts, by bytes left."""
-    one, one_resident = _by_layout(first)
-    two, two_resident = _by_layout(second)
-    if side:
-        two, two_resident = np.zeros((1, levels.num + 1)), np.zeros(1, np.int64)
-    resident = one_resident[:, None] + two_resident
-    level = levels.of(levels.most[:, None, None] - resident)
-    seconds = one[np.arange(len(one))[:, None], level] + two[np.arange(len(two)), level]
-    return np.append(seconds.reshape(levels.num, -1).min(axis=1), np.inf)
+def _least(first: StageTable, second: StageTable, levels: Levels) -> Floats:
+    """Return [levels + 1] least seconds of the first one, by bytes left: the second one may lie on other devices."""
+    room = levels.most[:, None] - first.resident
+    seconds = first.seconds["inference"][np.arange(len(first)), levels.of(room)].min(axis=1)
+    if not first.name or not second.name:
+        return np.append(seconds, np.inf)
+    return np.append(seconds, np.inf)
 
 
-def _by_layout(table: StageTable) -> tuple[Floats, Ints]:
-    """Return [layouts, levels + 1] least seconds of inference over dp, and [layouts] bytes that stay."""
-    layouts, first = np.unique(table.rows.layout, return_index=True)
-    seconds = np.array([table.seconds["inference"][table.rows.layout == layout].min(axis=0) for layout in layouts])
-    return seconds, table.resident[first]
+def inference_s(training: Pairs, pairs: Pairs, level: Ints, critic_level: Ints, second_level: Ints) -> Floats:
+    """Return the seconds of the inference stage for training pairs and inference pairs; all broadcast.
+
+    Old log-probs, values, and the first and second of the pair start in this order, each as soon as those before it
+    that share a device with it have ended.
+
+    Args:
+        level: of the room on the first device.
+        critic_level, second_level: on the first device of the second training and inference model-stage, where they
+            lie beside the first ones.
+    """
+    actor = training.first_s("inference", level)
+    critic = training.second_s("inference", level, critic_level) + np.where(training.side, 0.0, actor)
+    after_critic = pairs.first_devices > training.second_start
+    first = np.maximum(actor, np.where(after_critic, critic, 0.0)) + pairs.first_s("inference", level)
+    begins = np.where(pairs.second_start < training.first_devices, actor, 0.0)
+    on_critic = (pairs.second_start < training.second_end) & (pairs.second_end > training.second_start)
+    begins = np.maximum(begins, np.where(on_critic, critic, 0.0))
+    begins = np.maximum(begins, np.where(pairs.side, 0.0, first))
+    second = begins + pairs.second_s("inference", level, second_level)
+    return np.maximum(np.maximum(actor, critic), np.maximum(first, second))

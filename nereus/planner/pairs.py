@@ -13,6 +13,9 @@ from nereus.planner.setting import Floats
 from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints
 from nereus.planner.tables import StageTable
 
+# Splits of the devices between two model-stages side by side that are tried for each two layouts in inference.
+_SPLITS = 3
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -40,41 +43,52 @@ class Pairs:
         return self.first_table.resident[self.first] + second
 
     @cached_property
-    def first_devices(self) -> Ints:
-        return self.first_table.rows.devices[self.first]
+    def second_resident(self) -> Ints:
+        """Bytes that stay of the second one on its first device."""
+        return self.second_table.resident[self.second]
 
     @cached_property
-    def second_devices(self) -> Ints:
-        return self.second_table.rows.devices[self.second]
+    def first_devices(self) -> Ints:
+        return self.first_table.rows.devices[self.first]
 
     @cached_property
     def second_start(self) -> Ints:
         return np.where(self.side, self.first_devices, 0)
 
     @cached_property
+    def second_end(self) -> Ints:
+        return self.second_start + self.second_table.rows.devices[self.second]
+
+    @cached_property
     def num_devices(self) -> Ints:
         """Devices from the first one on that the pair uses."""
-        return np.maximum(self.first_devices, self.second_start + self.second_devices)
+        return np.maximum(self.first_devices, self.second_end)
+
+    def resident_at(self, position: Ints) -> Ints:
+        """Return the least bytes that stay of a pair on the device at a position; pairs and positions broadcast."""
+        first = np.where(position < self.first_devices, self.first_table.resident_low[self.first], 0)
+        covers = (position >= self.second_start) & (position < self.second_end)
+        return first + np.where(covers, self.second_table.resident_low[self.second], 0)
 
     def first_s(self, phase: str, level: Ints) -> Floats:
-        """Return seconds of the first ones at levels of room [n, ...] on the first device."""
-        return self.first_table.seconds[phase][_along(self.first, level), level]
+        """Return seconds of the first ones at levels of room on the first device; they broadcast."""
+        return self.first_table.seconds[phase][self.first, level]
 
-    def second_s(self, phase: str, level: Ints) -> Floats:
-        """Return seconds of the second ones; those beside the first ones have a room of their own."""
-        table, index = self.second_table, _along(self.second, level)
-        serial = table.seconds[phase][index, level]
-        return np.where(_along(self.side, level), table.anywhere[phase][index], serial)
+    def second_s(self, phase: str, level: Ints, second_level: Ints) -> Floats:
+        """Return seconds of the second ones; those beside the first ones have the room of `second_level`."""
+        table = self.second_table
+        serial = table.seconds[phase][self.second, level]
+        return np.where(self.side, table.anywhere[phase][self.second, second_level], serial)
 
-    def late_s(self, level: Ints) -> Floats:
+    def late_s(self, level: Ints, second_level: Ints) -> Floats:
         """Return the seconds of training: the sum, or the longer one of two side by side."""
-        first, second = self.first_s("training", level), self.second_s("training", level)
-        return np.where(_along(self.side, level), np.maximum(first, second), first + second)
+        first, second = self.first_s("training", level), self.second_s("training", level, second_level)
+        return np.where(self.side, np.maximum(first, second), first + second)
 
-    def early_s(self, level: Ints) -> Floats:
-        """Return the seconds of the training model-stages' inference on the first device."""
-        first, second = self.first_s("inference", level), self.second_s("inference", level)
-        return first + np.where(_along(self.side, level), 0.0, second)
+    @cached_property
+    def along_rows(self) -> Pairs:
+        """The same pairs as a column [n, 1]: what they are asked for is then [n, m]."""
+        return Pairs(self.first_table, self.second_table, self.first[:, None], self.second[:, None], self.side[:, None])
 
     def places(self, index: int) -> dict[str, Place]:
         """Return where the model-stages of one pair lie."""
@@ -82,59 +96,83 @@ class Pairs:
         starts = ((self.first_table, self.first, 0), (self.second_table, self.second, int(self.second_start[index])))
         for table, rows, start in starts:
             if table.name:
-                row = int(rows[index])
-                layout = table.rows.layouts[int(table.rows.layout[row])]
-                positions = start + np.arange(int(table.rows.devices[row]))
-                result[table.name] = Place(layout, int(table.rows.dp[row]), positions)
+                result[table.name] = place_row(table, int(rows[index]), start)
         return result
 
 
-def _along(index: NDArray, level: Ints) -> NDArray:
-    """Return `index` [n] with the dimensions of `level` [n, ...] or [1, ...]."""
-    return index.reshape(index.shape + (1,) * (level.ndim - 1))
+def place_row(table: StageTable, row: int, start: int) -> Place:
+    """Return where a row of a table lies when its block begins at a position."""
+    rows = table.rows
+    positions = start + np.arange(int(rows.devices[row]))
+    return Place(rows.layouts[int(rows.layout[row])], int(rows.dp[row]), positions)
 
 
-def build_pairs(first: StageTable, second: StageTable, num_devices: int) -> Pairs:
-    """Return the pairs of two model-stages on some devices.
+def training_pairs(first: StageTable, second: StageTable, num_devices: int) -> Pairs:
+    """Return the pairs of two training model-stages on some devices.
 
     On up to 16 devices these are all. On more, of those one after the other only the fastest of each layout, and of
     those side by side for each first one the largest second ones of each layout that leave no device idle.
     """
-    one, two = (np.array(grid).reshape(-1) for grid in np.mgrid[0 : len(first), 0 : len(second)])
+    beside = _all_beside if num_devices <= EVERY_DEGREE_UP_TO else _beside_without_idle_devices
+    return _pairs(first, second, num_devices, beside)
+
+
+def inference_pairs(first: StageTable, second: StageTable, num_devices: int) -> Pairs:
+    """Return the pairs of two inference model-stages on some devices.
+
+    On up to 16 devices these are all. On more, of those one after the other only the fastest of each layout, and of
+    those side by side for each two layouts only the splits of the devices at which both take about as long.
+    """
+    beside = _all_beside if num_devices <= EVERY_DEGREE_UP_TO else _beside_in_balance
+    return _pairs(first, second, num_devices, beside)
+
+
+def _pairs(first: StageTable, second: StageTable, num_devices: int, beside) -> Pairs:
+    one, two = np.arange(len(first)), np.arange(len(second))
     if num_devices > EVERY_DEGREE_UP_TO:
-        both = np.isin(one, _fastest(first)) & np.isin(two, _fastest(second))
-        one, two = one[both], two[both]
-    serial = Pairs(first, second, one, two, np.zeros(len(one), bool))
-    if not first.name or not second.name:
-        return serial
-    one, two = _side_by_side(first, second, num_devices)
-    return Pairs(
-        first,
-        second,
-        np.concatenate([serial.first, one]),
-        np.concatenate([serial.second, two]),
-        np.concatenate([serial.side, np.ones(len(one), bool)]),
-    )
+        one, two = _fastest(first), _fastest(second)
+    one, two = np.repeat(one, len(two)), np.tile(two, len(one))
+    side = np.zeros(len(one), bool)
+    if first.name and second.name:
+        more = beside(first, second, num_devices)
+        one, two = np.concatenate([one, more[0]]), np.concatenate([two, more[1]])
+        side = np.concatenate([side, np.ones(len(more[0]), bool)])
+    return Pairs(first, second, one, two, side)
+
+
+def _with_most_room(table: StageTable) -> Floats:
+    """Return the seconds of each row in all its phases with all the room that a device has."""
+    return np.sum([each[:, -2] for each in table.seconds.values()], axis=0)
 
 
 def _fastest(table: StageTable) -> Ints:
     """Return for each layout the row that is fastest with all the room there is."""
-    seconds = np.sum(list(table.anywhere.values()), axis=0)
-    order = np.lexsort((seconds, table.rows.layout))
+    order = np.lexsort((_with_most_room(table), table.rows.layout))
     return order[np.unique(table.rows.layout[order], return_index=True)[1]]
 
 
-def _side_by_side(first: StageTable, second: StageTable, num_devices: int) -> tuple[Ints, Ints]:
-    if num_devices <= EVERY_DEGREE_UP_TO:
-        fits = first.rows.devices[:, None] + second.rows.devices <= num_devices
-        one, two = np.nonzero(fits)
-        return one, two
+def _all_beside(first: StageTable, second: StageTable, num_devices: int) -> tuple[Ints, Ints]:
+    one, two = np.nonzero(first.rows.devices[:, None] + second.rows.devices <= num_devices)
+    return one, two
+
+
+def _beside_without_idle_devices(first: StageTable, second: StageTable, num_devices: int) -> tuple[Ints, Ints]:
     left = num_devices - first.rows.devices
-    one_parts, two_parts = [], []
+    parts = []
     for layout in range(len(second.rows.layouts)):
         rows = np.flatnonzero(second.rows.layout == layout)  # dp, so devices, ascending
         at = np.searchsorted(second.rows.devices[rows], left, side="right") - 1
         some = np.flatnonzero(at >= 0)
-        one_parts.append(some)
-        two_parts.append(rows[at[some]])
-    return np.concatenate(one_parts), np.concatenate(two_parts)
+        parts.append((some, rows[at[some]]))
+    return np.concatenate([one for one, _ in parts]), np.concatenate([two for _, two in parts])
+
+
+def _beside_in_balance(first: StageTable, second: StageTable, num_devices: int) -> tuple[Ints, Ints]:
+    one, two = _beside_without_idle_devices(first, second, num_devices)
+    longer = np.maximum(_with_most_room(first)[one], _with_most_room(second)[two])
+    layouts = first.rows.layout[one] * len(second.rows.layouts) + second.rows.layout[two]
+    order = np.lexsort((longer, layouts))
+    begins = np.unique(layouts[order], return_index=True)[1]
+    rank = np.arange(len(order)) - np.repeat(begins, np.diff(np.append(begins, len(order))))
+    kept = order[rank < _SPLITS]
+    return one[kept], two[kept]

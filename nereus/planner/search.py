@@ -4,7 +4,7 @@ A device's memory is what stays on it of all model-stages, and room for the phas
 known the room is, and with it everyone's best micro-batch: so times are tables over levels of room, and what is left
 is to choose layouts and dp. That goes stage by stage, best first, with a lower bound for the stages not chosen yet:
 pairs for training (one after the other on one block, or side by side), then generation, then pairs for inference.
-The bounds look at the first device only, on which nearly every block begins; `fit` has the last word.
+The bounds look at the first device of each block only; `fit` has the last word.
 
 Source of the scheme: branch and bound over a dynamic program, Morin and Marsten 1976, Operations Research 24(4).
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nereus.layout import Layout
-from nereus.planner.bounds import InferenceBounds
-from nereus.planner.fit import Fitted, Fitter, Place
-from nereus.planner.pairs import Pairs, build_pairs
+from nereus.planner.bounds import InferenceClasses, inference_s
+from nereus.planner.fit import Fitted, Fitter
+from nereus.planner.pairs import Pairs, inference_pairs, place_row, training_pairs
 from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import Ints, rows_for
 from nereus.planner.sync import SyncSeconds
@@ -52,29 +52,59 @@ class PlanSpace:
 
     def __init__(self, setting: Setting, layouts: Mapping[str, tuple[Layout, ...]]) -> None:
         self.setting = setting
-        order, work = setting.order, setting.workload
+        order = setting.order
         trains = "actor.training" in layouts or "critic.training" in layouts
-        kept = work.staging_buffer_bytes if trains else 0
-        self.levels = Levels(int(order.usable_bytes[0]) - kept, int(order.usable_bytes.max()))
-        self.generation = self._table("actor.generation", layouts, ("generation",), second=False)
-        actor = self._table("actor.training", layouts, ("inference", "training"), second=False)
-        critic = self._table("critic.training", layouts, ("inference", "training"), second=True)
+        self.staging_buffer = setting.workload.staging_buffer_bytes if trains else 0
+        self.levels = Levels(int(order.usable_bytes[0]) - self.staging_buffer, int(order.usable_bytes.max()))
+        self._layouts = layouts
+        self.generation = self._table("actor.generation", ("generation",), second=False)
+        actor = self._table("actor.training", ("inference", "training"), second=False)
+        critic = self._table("critic.training", ("inference", "training"), second=True)
         names = setting.names_of("inference")
-        first = self._table(names[0] if names else "", layouts, ("inference",), second=False)
-        second = self._table(names[1] if len(names) > 1 else "", layouts, ("inference",), second=True)
-        self.training = build_pairs(actor, critic, len(order))
-        self.inference = build_pairs(first, second, len(order))
-        self.bounds = InferenceBounds(self.inference, self.levels, len(order))
+        first = self._table(names[0] if names else "", ("inference",), second=False)
+        second = self._table(names[1] if len(names) > 1 else "", ("inference",), second=True)
+        self.training = training_pairs(actor, critic, len(order))
+        self.inference = inference_pairs(first, second, len(order))
+        self.classes = InferenceClasses(self.inference, self.levels)
         self.sync = SyncSeconds(setting, actor.rows, self.generation.rows)
         self.fitter = Fitter(setting)
 
-    def _table(
-        self, name: str, layouts: Mapping[str, tuple[Layout, ...]], phases: tuple[str, ...], *, second: bool
-    ) -> StageTable:
-        if name not in layouts:
+    def _table(self, name: str, phases: tuple[str, ...], *, second: bool) -> StageTable:
+        if name not in self._layouts:
             return StageTable.absent(phases, self.levels)
-        rows = rows_for(name, layouts[name], len(self.setting.order), self.setting.workload)
+        rows = rows_for(name, self._layouts[name], len(self.setting.order), self.setting.workload)
         return build_table(name, rows, self.setting, self.levels, may_lie_anywhere=second)
+
+    def level(self, resident: Ints) -> Ints:
+        """Return the level of room on the first device beside some bytes."""
+        return self.levels.of(self.levels.usable_bytes - resident)
+
+    def critic_level(self, training: Pairs, resident: Ints | int) -> Ints:
+        """Return the level of room on the critic's first device beside it and some bytes, where it lies aside."""
+        return self.levels.of(self.levels.top_bytes - self.staging_buffer - training.second_resident - resident)
+
+    def staging_s(self, training: Pairs) -> Floats:
+        used = training.num_devices
+        nodes = np.where(used > 0, self.setting.order.node[np.maximum(used, 1) - 1] + 1, 0)
+        return self.setting.staging_s[nodes]
+
+    def inference_s(self, training: Pairs, generation: Ints | None) -> Floats:
+        """Return [n, pairs] bounds on the inference stage.
+
+        Args:
+            generation: [n, 1] rows of generation, or None where it is open: then the least that any leaves resident.
+        """
+        pairs, table = self.inference, self.generation
+        held = table.resident.min() if generation is None else table.resident[generation]
+        level = self.level(training.resident + held + pairs.resident)
+        at_second = training.resident_at(pairs.second_start) + pairs.second_resident
+        at_critic = pairs.resident_at(training.second_start)
+        if generation is not None:
+            end, low = table.rows.devices[generation], table.resident_low[generation]
+            at_second = at_second + np.where(end > pairs.second_start, low, 0)
+            at_critic = at_critic + np.where(end > training.second_start, low, 0)
+        second_level = self.levels.of(self.levels.top_bytes - at_second)
+        return inference_s(training, pairs, level, self.critic_level(training, at_critic), second_level)
 
 
 def find_plans(setting: Setting, layouts: Mapping[str, tuple[Layout, ...]], count: int) -> list[Fitted]:
@@ -111,12 +141,13 @@ class _Search:
     def _training_bounds(self) -> Floats:
         """Return a lower bound of the step's seconds for each training pair, whatever the other stages are."""
         space, pairs = self.space, self.training
-        others = self.generation.resident.min() + space.inference.resident.min()
-        level = space.levels.of(space.levels.usable_bytes - pairs.resident - others)
-        left = space.levels.of(space.levels.usable_bytes - pairs.resident)
-        before = self._generation_by_left()[left] + pairs.early_s(level) + space.bounds.least_s[left]
-        staging = space.setting.staging_s[self._nodes(pairs)]
-        return pairs.late_s(level) + np.maximum(before, staging)
+        level = space.level(pairs.resident + self.generation.resident.min() + space.inference.resident.min())
+        critic_level = space.critic_level(pairs, 0)
+        left = space.level(pairs.resident)
+        early = pairs.first_s("inference", level)
+        early = early + np.where(pairs.side, 0.0, pairs.second_s("inference", level, critic_level))
+        before = self._generation_by_left()[left] + early + space.classes.least_s[left]
+        return pairs.late_s(level, critic_level) + np.maximum(before, space.staging_s(pairs))
 
     def _generation_by_left(self) -> Floats:
         """Return [levels + 1] the least seconds of generation when so much is left for it and for inference."""
@@ -125,22 +156,22 @@ class _Search:
         seconds = table.seconds["generation"][np.arange(len(table)), space.levels.of(room)]
         return np.append(seconds.min(axis=1), np.inf)
 
-    def _nodes(self, pairs: Pairs) -> Ints:
-        used = pairs.num_devices
-        node = self.space.setting.order.node
-        return np.where(used > 0, node[np.maximum(used, 1) - 1] + 1, 0)
-
     def _expand(self, chunk: Ints) -> None:
         """Add the training pairs of a chunk with every generation to the open ones."""
-        space, pairs = self.space, self.training.take(chunk)
-        resident = pairs.resident[:, None] + self.generation.resident
-        left = space.levels.of(space.levels.usable_bytes - resident)
-        level = space.levels.of(space.levels.usable_bytes - resident - space.inference.resident.min())
-        generation = self.generation.seconds["generation"][np.arange(len(self.generation)), level]
-        before = generation + pairs.early_s(level) + space.bounds.least_s[left]
-        staging = space.setting.staging_s[self._nodes(pairs)][:, None]
-        sync = space.sync.of(pairs.first)
-        bound = pairs.late_s(level) + np.maximum(before, staging) + sync
+        space, table, pairs = self.space, self.generation, self.training.take(chunk)
+        column = pairs.along_rows
+        inference = space.classes.least(space.inference_s(column, None))  # [chunk, classes]
+        rows = np.arange(len(table))
+        beside = np.where(table.rows.devices > column.second_start, table.resident_low, 0)
+        critic_level = space.critic_level(column, beside)
+        sync, staging = space.sync.of(pairs.first), space.staging_s(column)
+        bound = np.full((len(chunk), len(table)), np.inf)
+        for index, resident in enumerate(space.classes.resident.tolist()):
+            level = space.level(column.resident + table.resident + resident)
+            before = table.seconds["generation"][rows, level] + inference[:, [index]]
+            late = column.late_s(level, critic_level)
+            bound = np.minimum(bound, late + np.maximum(before, staging))
+        bound = bound + sync
         x, g = np.nonzero(bound < self.found.limit_s)
         old = self._open
         merged = np.concatenate([old[0], bound[x, g]])
@@ -164,14 +195,16 @@ class _Search:
     def _complete(self, x: int, g: int) -> None:
         """Find the best inference for one training pair and one generation, and keep the plan if it is good enough."""
         space = self.space
+        sync_s = float(space.sync.of(self.training.first[[x]])[0, g])
+        bounds, candidates = self._inference_bounds(x, g, sync_s)
+        if not len(bounds):
+            return
         places = self.training.places(x)
         if space.generation.name:
-            places = {space.generation.name: _place(space.generation, g), **places}
-        sync_s = float(space.sync.of(self.training.first[[x]])[0, g])
+            places = {space.generation.name: place_row(space.generation, g, 0), **places}
         alone = space.fitter.fit(places, sync_s)
         if alone is None or alone.total_s >= self.found.limit_s:
             return
-        bounds, candidates = self._inference_bounds(x, g, sync_s)
         best: Fitted | None = None
         refused = _Refused(space.inference)
         for bound, index in zip(bounds.tolist(), candidates.tolist(), strict=True):
@@ -179,8 +212,7 @@ class _Search:
                 break
             if refused.covers(index):
                 continue
-            whole = {**places, **space.inference.places(index)}
-            fitted = space.fitter.fit(whole, sync_s)
+            fitted = space.fitter.fit({**places, **space.inference.places(index)}, sync_s)
             if fitted is None:
                 refused.add(index)
             elif best is None or fitted.total_s < best.total_s:
@@ -190,14 +222,13 @@ class _Search:
 
     def _inference_bounds(self, x: int, g: int, sync_s: float) -> tuple[Floats, Ints]:
         """Return lower bounds of the step with each inference pair, ascending, and the pairs' indices."""
-        space, pairs = self.space, self.space.inference
-        training = self.training.take(np.array([x]))
-        resident = training.resident[0] + self.generation.resident[g] + pairs.resident
-        level = space.levels.of(space.levels.usable_bytes - resident)
-        generation = self.generation.seconds["generation"][g, level]
-        inference = self.space.bounds.makespan_s(training, level)
-        staging = space.setting.staging_s[self._nodes(training)][0]
-        bound = training.late_s(level[None])[0] + np.maximum(generation + inference, staging) + sync_s
+        space, pairs, table = self.space, self.space.inference, self.generation
+        training, generation = self.training.take(np.array([x])), np.array([g])
+        level = space.level(training.resident + table.resident[g] + pairs.resident)
+        beside = np.where(table.rows.devices[g] > training.second_start, table.resident_low[g], 0)
+        late = training.late_s(level, space.critic_level(training, beside + pairs.resident_at(training.second_start)))
+        before = table.seconds["generation"][g, level] + space.inference_s(training, generation)
+        bound = late + np.maximum(before, space.staging_s(training)) + sync_s
         kept = np.flatnonzero(bound < self.found.limit_s)
         kept = kept[np.argsort(bound[kept], kind="stable")]
         return bound[kept], kept
@@ -231,9 +262,3 @@ class _Refused:
             (first, second, side) == known[:3] and two >= known[4] and (one == known[3] if side else one >= known[3])
             for known in self._known
         )
-
-
-def _place(table: StageTable, row: int) -> Place:
-    rows = table.rows
-    layout = rows.layouts[int(rows.layout[row])]
-    return Place(layout, int(rows.dp[row]), np.arange(int(rows.devices[row])))

@@ -20,8 +20,10 @@ Ints = NDArray[np.int64]
 
 # Up to so many devices every degree of tp and pp is tried, beyond only powers of two and the current plan's.
 EVERY_DEGREE_UP_TO = 16
-# Up to so many devices every dp is tried, beyond only the least one for each size of the largest share.
+# Up to so many devices every dp is tried. Beyond, the least one for each size of the largest share, down to a
+# sixteenth of what the devices allow: fewer replicas would need that much longer.
 EVERY_DP_UP_TO = 64
+LEAST_DP_SHARE = 16
 
 
 def layouts_for(spec: ModelSpec, num_devices: int, also: Iterable[Layout] = ()) -> tuple[Layout, ...]:
@@ -51,9 +53,9 @@ def most_replicas(model_stage: str, workload: Workload) -> int:
 
 def replica_counts(model_stage: str, most: int, num_devices: int, workload: Workload) -> Ints:
     """Return the dp to try, ascending, up to `most`."""
-    counts = np.arange(1, most + 1)
     if num_devices <= EVERY_DP_UP_TO:
-        return counts
+        return np.arange(1, most + 1)
+    counts = np.arange(max(1, most // LEAST_DP_SHARE), most + 1)
     shares = -(-workload.samples_per_step // counts)
     if stage_of(model_stage) == "training":
         shares = shares * (workload.samples_per_step + 1) - (-workload.minibatch_samples // counts)

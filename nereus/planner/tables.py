@@ -51,14 +51,15 @@ class Levels:
 class StageTable:
     """Options of one model-stage whose block begins at the first device.
 
-    `resident` [rows] is what rank 0 holds always, in bytes. `seconds[phase]` [rows, levels + 1] are of the fastest
-    choice that fits rank 0 with the most room of a level, or infinite; the last column (index -1) is infinite.
-    `anywhere[phase]` [rows] are at least as short as on any block of the cluster, with all the room a device has.
+    `resident` [rows] is what rank 0 holds always, `resident_low` what any rank does at least, in bytes.
+    `seconds[phase]` [rows, levels + 1] are of the fastest choice that fits rank 0 with the most room of a level, or
+    infinite; the last column (index -1) is infinite. `anywhere[phase]` are at most those on any block of the cluster.
     """
 
     name: str
     rows: Rows
     resident: Ints
+    resident_low: Ints
     seconds: Mapping[str, Floats]
     anywhere: Mapping[str, Floats]
 
@@ -69,7 +70,7 @@ class StageTable:
         zeros = {phase: np.zeros((1, levels.num + 1)) for phase in phases}
         rows = Rows((), nothing, nothing)
         rows.__dict__.update(tp=nothing, pp=nothing, size=nothing, devices=nothing)
-        return cls("", rows, nothing, zeros, {phase: each[:, 0] for phase, each in zeros.items()})
+        return cls("", rows, nothing, nothing, zeros, zeros)
 
     def __len__(self) -> int:
         return len(self.resident)
@@ -80,15 +81,14 @@ def build_table(name: str, rows: Rows, setting: Setting, levels: Levels, *, may_
     formulas = MemoryFormulas(setting.workload, setting.job.precision)
     types = rank_types(setting.job.specs[name], rows.layouts)
     stage = stage_of(name)
-    resident = formulas.resident(stage, take_ranks(types.ranks, types.first))[rows.layout]
+    held = formulas.resident(stage, types.ranks)
+    lowest = np.array([held[of_rank].min() for of_rank in types.of_rank])
     build = _generation_seconds if stage == "generation" else _seconds
     seconds = build(name, rows, setting, levels, front_options)
     anywhere = seconds
     if may_lie_anywhere and not _is_regular(setting.order, rows, setting):
         anywhere = build(name, rows, setting, levels, best_options)
-    own = levels.of(setting.order.usable_bytes.max() - resident)
-    index = np.arange(len(rows))
-    return StageTable(name, rows, resident, seconds, {p: each[index, own] for p, each in anywhere.items()})
+    return StageTable(name, rows, held[types.first][rows.layout], lowest[rows.layout], seconds, anywhere)
 
 
 def _seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place) -> dict[str, Floats]:

@@ -80,6 +80,11 @@ class Pairs:
         serial = table.seconds[phase][self.second, level]
         return np.where(self.side, table.anywhere[phase][self.second, second_level], serial)
 
+    def serial_s(self, phase: str, level: Ints) -> Floats:
+        """Return the seconds on the first device: of both where they run one after the other, else of the first."""
+        second = self.second_table.seconds[phase][self.second, level]
+        return self.first_s(phase, level) + np.where(self.side, 0.0, second)
+
     def late_s(self, level: Ints, second_level: Ints) -> Floats:
         """Return the seconds of training: the sum, or the longer one of two side by side."""
         first, second = self.first_s("training", level), self.second_s("training", level, second_level)
@@ -142,7 +147,7 @@ def _pairs(first: StageTable, second: StageTable, num_devices: int, beside) -> P
 
 def _with_most_room(table: StageTable) -> Floats:
     """Return the seconds of each row in all its phases with all the room that a device has."""
-    return np.sum([each[:, -2] for each in table.seconds.values()], axis=0)
+    return table.seconds["both" if "both" in table.seconds else "inference"][:, -2]
 
 
 def _fastest(table: StageTable) -> Ints:

@@ -58,8 +58,8 @@ class PlanSpace:
         self.levels = Levels(int(order.usable_bytes[0]) - self.staging_buffer, int(order.usable_bytes.max()))
         self._layouts = layouts
         self.generation = self._table("actor.generation", ("generation",), second=False)
-        actor = self._table("actor.training", ("inference", "training"), second=False)
-        critic = self._table("critic.training", ("inference", "training"), second=True)
+        actor = self._table("actor.training", ("inference", "training", "both"), second=False)
+        critic = self._table("critic.training", ("inference", "training", "both"), second=True)
         names = setting.names_of("inference")
         first = self._table(names[0] if names else "", ("inference",), second=False)
         second = self._table(names[1] if len(names) > 1 else "", ("inference",), second=True)
@@ -88,8 +88,8 @@ class PlanSpace:
         nodes = np.where(used > 0, self.setting.order.node[np.maximum(used, 1) - 1] + 1, 0)
         return self.setting.staging_s[nodes]
 
-    def inference_s(self, training: Pairs, generation: Ints | None) -> Floats:
-        """Return [n, pairs] bounds on the inference stage.
+    def inference_s(self, training: Pairs, generation: Ints | None) -> tuple[Floats, Floats]:
+        """Return [n, pairs] bounds on the inference stage, and on what the pairs add to it on the first device.
 
         Args:
             generation: [n, 1] rows of generation, or None where it is open: then the least that any leaves resident.
@@ -104,7 +104,8 @@ class PlanSpace:
             at_second = at_second + np.where(end > pairs.second_start, low, 0)
             at_critic = at_critic + np.where(end > training.second_start, low, 0)
         second_level = self.levels.of(self.levels.top_bytes - at_second)
-        return inference_s(training, pairs, level, self.critic_level(training, at_critic), second_level)
+        stage_s = inference_s(training, pairs, level, self.critic_level(training, at_critic), second_level)
+        return stage_s, pairs.serial_s("inference", level)
 
 
 def find_plans(setting: Setting, layouts: Mapping[str, tuple[Layout, ...]], count: int) -> list[Fitted]:
@@ -144,10 +145,10 @@ class _Search:
         level = space.level(pairs.resident + self.generation.resident.min() + space.inference.resident.min())
         critic_level = space.critic_level(pairs, 0)
         left = space.level(pairs.resident)
-        early = pairs.first_s("inference", level)
-        early = early + np.where(pairs.side, 0.0, pairs.second_s("inference", level, critic_level))
-        before = self._generation_by_left()[left] + early + space.classes.least_s[left]
-        return pairs.late_s(level, critic_level) + np.maximum(before, space.staging_s(pairs))
+        others = self._generation_by_left()[left] + space.classes.least_s[left]
+        before = others + pairs.serial_s("inference", level)
+        bound = pairs.late_s(level, critic_level) + np.maximum(before, space.staging_s(pairs))
+        return np.maximum(bound, others + pairs.serial_s("both", level))
 
     def _generation_by_left(self) -> Floats:
         """Return [levels + 1] the least seconds of generation when so much is left for it and for inference."""
@@ -160,7 +161,8 @@ class _Search:
         """Add the training pairs of a chunk with every generation to the open ones."""
         space, table, pairs = self.space, self.generation, self.training.take(chunk)
         column = pairs.along_rows
-        inference = space.classes.least(space.inference_s(column, None))  # [chunk, classes]
+        stage_s, own_s = space.inference_s(column, None)
+        inference, own = space.classes.least(stage_s), space.classes.least(own_s)  # [chunk, classes]
         rows = np.arange(len(table))
         beside = np.where(table.rows.devices > column.second_start, table.resident_low, 0)
         critic_level = space.critic_level(column, beside)
@@ -168,9 +170,11 @@ class _Search:
         bound = np.full((len(chunk), len(table)), np.inf)
         for index, resident in enumerate(space.classes.resident.tolist()):
             level = space.level(column.resident + table.resident + resident)
-            before = table.seconds["generation"][rows, level] + inference[:, [index]]
+            generation = table.seconds["generation"][rows, level]
             late = column.late_s(level, critic_level)
-            bound = np.minimum(bound, late + np.maximum(before, staging))
+            whole = late + np.maximum(generation + inference[:, [index]], staging)
+            alone = column.serial_s("both", level) + generation + own[:, [index]]
+            bound = np.minimum(bound, np.maximum(whole, alone))
         bound = bound + sync
         x, g = np.nonzero(bound < self.found.limit_s)
         old = self._open
@@ -227,8 +231,10 @@ class _Search:
         level = space.level(training.resident + table.resident[g] + pairs.resident)
         beside = np.where(table.rows.devices[g] > training.second_start, table.resident_low[g], 0)
         late = training.late_s(level, space.critic_level(training, beside + pairs.resident_at(training.second_start)))
-        before = table.seconds["generation"][g, level] + space.inference_s(training, generation)
-        bound = late + np.maximum(before, space.staging_s(training)) + sync_s
+        stage_s, own_s = space.inference_s(training, generation)
+        generation_s = table.seconds["generation"][g, level]
+        bound = late + np.maximum(generation_s + stage_s, space.staging_s(training))
+        bound = np.maximum(bound, training.serial_s("both", level) + generation_s + own_s) + sync_s
         kept = np.flatnonzero(bound < self.found.limit_s)
         kept = kept[np.argsort(bound[kept], kind="stable")]
         return bound[kept], kept

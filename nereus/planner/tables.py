@@ -18,8 +18,10 @@ from nereus.planner.space import DeviceOrder, Ints, Rows, micro_batch_steps
 
 Flags = NDArray[np.bool_]
 
-# Levels of room that are told apart; more make the bounds tighter and the tables larger.
-NUM_LEVELS = 64
+# Levels of room that are told apart; more make the bounds tighter and the tables larger. Generation, whose number of
+# slots may be any, is worked out for one level in so many.
+NUM_LEVELS = 1024
+GENERATION_LEVELS = 16
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class StageTable:
     `resident` [rows] is what rank 0 holds always, `resident_low` what any rank does at least, in bytes.
     `seconds[phase]` [rows, levels + 1] are of the fastest choice that fits rank 0 with the most room of a level, or
     infinite; the last column (index -1) is infinite. `anywhere[phase]` are at most those on any block of the cluster.
+    Phase "both" of a training model-stage is the least sum of its two phases by one choice.
     """
 
     name: str
@@ -113,8 +116,10 @@ def _seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place) -> 
         seconds = setting.phase_seconds(name, phase, options, slowdown).reshape(len(rows), -1)
         if phase != "training" and len(recompute) > 1:
             seconds = np.repeat(seconds, len(recompute), axis=1)
-        result[phase] = _by_level(seconds, lowest, levels)
-    return result
+        result[phase] = seconds
+    if stage == "training":
+        result["both"] = result["inference"] + result["training"]
+    return {phase: _by_level(seconds, lowest, levels) for phase, seconds in result.items()}
 
 
 def _by_level(seconds: Floats, lowest: Ints, levels: Levels) -> Floats:
@@ -133,25 +138,26 @@ def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels,
     """Return [rows, levels + 1] seconds of generation with as many slots as each level of room holds."""
     work = setting.workload
     share = np.maximum(1, -(-work.samples_per_step // rows.dp))
-    slots = np.minimum(_slots_by_level(name, rows, setting, levels)[rows.layout], share[:, None])
+    room = levels.most[GENERATION_LEVELS - 1 :: GENERATION_LEVELS]
+    slots = np.minimum(_most_slots(name, rows, setting, room)[rows.layout], share[:, None])
     options, slowdown = place(setting.order, rows, np.maximum(1, slots), np.zeros(slots.shape[1], bool), setting)
     seconds = setting.phase_seconds(name, "generation", options, slowdown).reshape(len(rows), -1)
     result = np.full((len(rows), levels.num + 1), np.inf)
-    result[:, : levels.num] = np.where(slots > 0, seconds, np.inf)
+    result[:, : levels.num] = np.repeat(np.where(slots > 0, seconds, np.inf), GENERATION_LEVELS, axis=1)
     return {"generation": result}
 
 
-def _slots_by_level(name: str, rows: Rows, setting: Setting, levels: Levels) -> Ints:
-    """Return [layouts, levels] most slots of a replica with all samples that fit rank 0, by bisection."""
+def _most_slots(name: str, rows: Rows, setting: Setting, room: Ints) -> Ints:
+    """Return [layouts, rooms] most slots of a replica with all samples that fit rank 0, by bisection."""
     formulas = MemoryFormulas(setting.workload, setting.job.precision)
     types = rank_types(setting.job.specs[name], rows.layouts)
     ranks = take_ranks(types.ranks, types.first[:, None])
     most = setting.workload.samples_per_step
-    low = np.zeros((len(types.first), levels.num), dtype=np.int64)
+    low = np.zeros((len(types.first), len(room)), dtype=np.int64)
     high = np.full_like(low, most)
     for _ in range(most.bit_length()):
         middle = (low + high + 1) // 2
-        fits = formulas.phase("generation", ranks, most, np.maximum(1, middle)) <= levels.most
+        fits = formulas.phase("generation", ranks, most, np.maximum(1, middle)) <= room
         low = np.where(fits, middle, low)
         high = np.where(fits, high, np.maximum(low, middle - 1))
     return low

@@ -4,11 +4,13 @@ import errno
 import os
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from storage import exclusive
 from storage.exclusive import create_exclusively, make_folder, remove_leftovers
@@ -35,6 +37,18 @@ def test_one_of_eight_threads_wins(store_url):
     assert len(winners) == 1
     assert read_file(url) == str(winners[0]).encode()
     assert list_names(f"{store_url}/new/folder") == ["x"]
+
+
+def test_fsspecs_memory_store_has_one_winner_though_it_looks_first_and_writes_then(tmp_path, monkeypatch):
+    exists = MemoryFileSystem.exists
+
+    def take_time(self, name):
+        found = exists(self, name)
+        time.sleep(0.01)
+        return found
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", take_time)
+    test_one_of_eight_threads_wins(f"memory://{tmp_path.name}")
 
 
 def test_one_of_eight_processes_wins(tmp_path):

@@ -35,9 +35,10 @@ class Primitive:
 
     Attributes:
         id: unique in the graph, such as "actor.training/reshard/0".
-        reads: live units of one layout whose slices it copies; of the old plan, or new ones of actor.training that
-            fill actor.generation. A `restore` takes from them only what already lies on the same device, all else from
-            the staged set or the model's source. A `stage` writes what they hold.
+        reads: live units of one model-stage and layout whose slices it copies: old ones, or new ones that an earlier
+            primitive made (copies spread like a rumour). Of actor.training where it fills actor.generation from there.
+            A `restore` takes from them only what already lies on the same device, all else from the staged set or the
+            model's source. A `stage` writes what they hold; without bytes, a pending commit already does.
         makes: units of the target plan that exist when it has ended.
         frees: old units that no longer exist when it has ended. For `destroy` that is all it does. Any other kind
             then works in place: chunk by chunk (a chunk is one `TensorInfo.place`), it makes the new tensors of a

@@ -66,7 +66,7 @@ def _print_table(comparison: "Comparison", name: str) -> None:
     from nereus.simulator.table import build_table
 
     console = Console()
-    console.print(build_table(comparison, name), soft_wrap=True)
+    console.print(build_table(comparison, Path(name).stem))
     for run in comparison.runs:
         if run.ended_by is not None:
             console.print(f"{run.policy} ended after {run.steps} steps: {run.ended_by}", highlight=False)

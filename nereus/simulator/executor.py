@@ -12,7 +12,7 @@ from nereus.cost.memory import estimate_memory
 from nereus.cost.step import step_operations
 from nereus.plan import Plan
 from nereus.simulator.clock import Clock
-from nereus.simulator.step import Loss, StepSimulation
+from nereus.simulator.step import Loss, StepSimulation, step_latency
 from nereus.simulator.world import World, first_devices
 from nereus.transition.price import TransitionPricer
 
@@ -125,7 +125,7 @@ class SimulatedExecutor:
             return None
         before, after = self._world.num_devices(step - 1), self._world.num_devices(step)
         gone = frozenset(self._world.cluster.device_ids[after:before])
-        return Loss(gone, self._world.moment_of_loss(step) * sum(seconds.values())) if gone else None
+        return Loss(gone, self._world.moment_of_loss(step) * step_latency(plan, seconds)) if gone else None
 
     def _true_peaks(self, step: int, plan: Plan) -> dict[int, tuple[float, str]]:
         """Return the true peak of every device in bytes, and the phase in which it is."""

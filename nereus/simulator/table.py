@@ -10,8 +10,8 @@ from nereus.simulator.compare import Comparison
 from nereus.simulator.result import PolicyRun, saving
 
 HEADINGS = (
-    "policy", "steps", "mean step s", "below fixed", "transitions", "of layout", "transition s", "share",
-    "gap to best", "regret", "OOM steps",
+    "policy", "steps", "mean step_s", "below fixed", "moves", "of layout", "moves_s", "share", "gap to_best",
+    "regret", "OOM",
 )  # fmt: skip
 
 
@@ -47,9 +47,12 @@ def _number(number: float | None, style: str) -> str:
 def build_table(comparison: Comparison, title: str) -> Table:
     """Return the table for a terminal."""
     table = Table(title=title, title_justify="left", caption=f"devices: {comparison.world.traces.source}",
-                  caption_justify="left", box=None, pad_edge=False)  # fmt: skip
+                  caption_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     for index, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if index == 0 else "right")
+        # Headings on two lines, so that the table fits 80 columns.
+        table.add_column(
+            heading.replace(" ", "\n").replace("_", " "), justify="left" if index == 0 else "right", no_wrap=True
+        )
     for row in table_rows(comparison):
         table.add_row(*row)
     return table
@@ -57,5 +60,5 @@ def build_table(comparison: Comparison, title: str) -> Table:
 
 def build_markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) -> str:
     """Return a Markdown table."""
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    lines = ["| " + " | ".join(headings).replace("_", " ") + " |", "|" + "---|" * len(headings)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

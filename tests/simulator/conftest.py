@@ -19,6 +19,6 @@ def small_scenario(**changes: Any) -> Scenario:
     return Scenario.model_validate({**SMALL, **changes})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small() -> Any:
     return small_scenario

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from nereus.commits import look_into
 from nereus.model.export import abandon_export, begin_export, finish_export, write_slices
 from nereus.model.spec import ModelSpec, tensors
 from nereus.origin import GROUPS, NoCommit, Origin, Role, copy_from
-from nereus.tensor_source import TensorSource, check_tensors
+from nereus.tensor_source import TensorSource, check_tensors, read_ahead
 from storage.errors import describe_error, hide_credentials
 from storage.slices import TensorSlice
 from storage.urls import local_path, open_filesystem
@@ -139,13 +140,11 @@ def _read_all(
     source: TensorSource, spec: ModelSpec, on_progress: OnProgress | None
 ) -> Iterator[tuple[TensorSlice, Tensor]]:
     names = list(tensors(spec))
-    total = sum(TensorSlice(n, (0,) * len(s), s).num_elements * source.dtypes[n].itemsize
-                for n, s in ((name, source.shapes[name]) for name in names))  # fmt: skip
+    total = sum(math.prod(source.shapes[name]) * source.dtypes[name].itemsize for name in names)
     done = 0
-    for parts in source.batches(names):
-        read = source.read(parts)
-        done += sum(tensor.nbytes for tensor in read)
+    for parts, read in read_ahead(source, source.batches(names)):
         yield from zip(parts, read, strict=True)
+        done += sum(tensor.nbytes for tensor in read)
         if on_progress is not None:
             on_progress(done, total)
 

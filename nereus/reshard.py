@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from nereus.model.spec import tensors
 from nereus.origin import GROUPS, Origin, Role, copy_from
 from nereus.plan import Plan, StagePlan
 from nereus.staged_state import ShardOrder, plan_shards
-from nereus.tensor_source import TensorSource
+from nereus.tensor_source import TensorSource, read_ahead
 from storage.errors import describe_error, hide_credentials
 from storage.manifest import MANIFEST_NAME, Manifest
 from storage.retry import retried
@@ -125,9 +125,9 @@ def _write_state(origin: Origin, target: str, layout: Layout, on_progress: OnPro
     progress = _Progress(sum(order.num_bytes for group in orders.values() for order in group), on_progress)
     with _new_folder(target) as folder:
         records = [
-            _write_shard(folder, origin.sources[group], order, progress)
+            record
             for group, group_orders in orders.items()
-            for order in group_orders
+            for record in _write_shards(folder, origin.sources[group], group_orders, progress)
         ]
         plan = {**origin.plan, **{group: _planned(origin.plan.get(group), layout) for group in orders}}
         manifest = Manifest(origin.run_id, origin.step, origin.run_state, plan, tuple(records))
@@ -156,13 +156,15 @@ def _orders_of(origin: Origin, group: str, layout: Layout) -> list[ShardOrder]:
     return orders
 
 
-def _write_shard(folder: str, source: TensorSource, order: ShardOrder, progress: _Progress) -> ShardRecord:
-    writer = ShardWriter(folder, group=order.group, file=order.file)
-    for piece, tensor in zip(order.pieces, source.read(order.pieces), strict=True):
-        writer.add(piece, source.shapes[piece.name], tensor)
-    record = retried(writer.finish_shard)
-    progress.add(order.num_bytes)
-    return record
+def _write_shards(
+    folder: str, source: TensorSource, orders: Sequence[ShardOrder], progress: _Progress
+) -> Iterator[ShardRecord]:
+    for order, (pieces, read) in zip(orders, read_ahead(source, (order.pieces for order in orders)), strict=True):
+        writer = ShardWriter(folder, group=order.group, file=order.file)
+        for piece, tensor in zip(pieces, read, strict=True):
+            writer.add(piece, source.shapes[piece.name], tensor)
+        yield retried(writer.finish_shard)
+        progress.add(order.num_bytes)
 
 
 def _planned(before: Any, layout: Layout) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,7 +20,8 @@ from storage.safetensors_header import DTYPES
 from storage.slices import TensorSlice, whole
 from storage.state_reader import StateReader
 
-BATCH_BYTES = 64 * 2**20  # of the parts that are in memory at a time, unless one part alone is larger
+BATCH_BYTES = 32 * 2**20  # of parts that are read together, unless one part alone is larger
+_ALIGNMENT = 64
 
 
 class TensorSource(Protocol):
@@ -35,8 +38,8 @@ class TensorSource(Protocol):
     def batches(self, names: Iterable[str]) -> Iterator[list[TensorSlice]]:
         """Yield all parts of some tensors, as they are read best; a batch has BATCH_BYTES, or is one part."""
 
-    def read(self, parts: Sequence[TensorSlice]) -> list[Tensor]:
-        """Return parts of tensors as new CPU tensors."""
+    def read(self, parts: Sequence[TensorSlice], outs: Sequence[Tensor]) -> None:
+        """Fill CPU tensors of the parts' sizes and dtypes."""
 
     def close(self) -> None:
         """Close what is open."""
@@ -62,24 +65,19 @@ class StateSource:
         parts = (piece.part for shard in self._shards for piece in shard.pieces if piece.part.name in wanted)
         yield from _batches(parts, self.dtypes)
 
-    def read(self, parts: Sequence[TensorSlice]) -> list[Tensor]:
-        """Return parts of tensors.
+    def read(self, parts: Sequence[TensorSlice], outs: Sequence[Tensor]) -> None:
+        """Fill tensors with parts of this group's.
 
         Raises:
             DamagedState: a shard is missing, or a byte of it is not what was written.
         """
-        outs = [torch.empty(part.sizes, dtype=self.dtypes[part.name]) for part in parts]
         needed = {
             number for part in parts for piece, number in self._pieces[part.name] if part.intersect(piece) is not None
         }
-        reader = StateReader(self._url, self._group, list(zip(parts, outs, strict=True)))
-        try:
+        with StateReader(self._url, self._group, list(zip(parts, outs, strict=True))) as reader:
             for number in sorted(needed):
                 reader.feed(self._shards[number])
             reader.finish()
-        finally:
-            reader.close()
-        return outs
 
     def close(self) -> None:
         """Nothing stays open between two reads."""
@@ -115,14 +113,52 @@ class HuggingFaceSource:
             count = min(step, part.sizes[0] - start)
             yield replace(part, starts=(start, *part.starts[1:]), sizes=(count, *part.sizes[1:]))
 
-    def read(self, parts: Sequence[TensorSlice]) -> list[Tensor]:
-        outs = [torch.empty(part.sizes, dtype=self.dtypes[part.name]) for part in parts]
+    def read(self, parts: Sequence[TensorSlice], outs: Sequence[Tensor]) -> None:
+        """Fill tensors with parts of the checkpoint's."""
         for part, out in zip(parts, outs, strict=True):
             self._source.read(part, out)
-        return outs
 
     def close(self) -> None:
         self._source.close()
+
+
+def read_ahead(
+    source: TensorSource, batches: Iterable[Sequence[TensorSlice]]
+) -> Iterator[tuple[Sequence[TensorSlice], list[Tensor]]]:
+    """Yield each batch with its tensors, which stay as they are until the one after next is asked for.
+
+    The next batch is read meanwhile. Memory: two batches, in buffers that are used again and again.
+    """
+    arenas = (_Arena(), _Arena())
+    read: tuple[Sequence[TensorSlice], list[Tensor], Future[None]] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        for number, parts in enumerate(batches):
+            outs = arenas[number % 2].take([(part.sizes, source.dtypes[part.name]) for part in parts])
+            reading = thread.submit(source.read, parts, outs)
+            if read is not None:
+                read[2].result()
+                yield read[:2]
+            read = (parts, outs, reading)
+        if read is not None:
+            read[2].result()
+            yield read[:2]
+
+
+class _Arena:
+    """One buffer that tensors are cut from, all anew each time; fresh memory would cost a page fault every 4 KiB."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+        starts = [0, *itertools.accumulate(size + -size % _ALIGNMENT for size in sizes)]
+        if starts[-1] > len(self._buffer):
+            self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        return [
+            self._buffer[start : start + size].view(dtype).view(shape)
+            for (shape, dtype), start, size in zip(wanted, starts, sizes, strict=False)
+        ]
 
 
 def check_tensors(source: TensorSource, spec: ModelSpec, where: str) -> None:

@@ -125,9 +125,9 @@ class HuggingFaceSource:
 def read_ahead(
     source: TensorSource, batches: Iterable[Sequence[TensorSlice]]
 ) -> Iterator[tuple[Sequence[TensorSlice], list[Tensor]]]:
-    """Yield each batch with its tensors, which stay as they are until the one after next is asked for.
+    """Yield each batch with its tensors, which stay as they are until the next one is asked for.
 
-    The next batch is read meanwhile. Memory: two batches, in buffers that are used again and again.
+    One batch is read while the one before is worked on. Memory: two batches, in buffers that are used again and again.
     """
     arenas = (_Arena(), _Arena())
     read: tuple[Sequence[TensorSlice], list[Tensor], Future[None]] | None = None

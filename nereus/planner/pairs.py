@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus.planner.fit import Place
+from nereus.planner.place import Place
 from nereus.planner.setting import Floats
 from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints
 from nereus.planner.tables import StageTable
@@ -108,8 +108,7 @@ class Pairs:
 def place_row(table: StageTable, row: int, start: int) -> Place:
     """Return where a row of a table lies when its block begins at a position."""
     rows = table.rows
-    positions = start + np.arange(int(rows.devices[row]))
-    return Place(rows.layouts[int(rows.layout[row])], int(rows.dp[row]), positions)
+    return Place.block(rows.layouts[int(rows.layout[row])], int(rows.dp[row]), start)
 
 
 def training_pairs(first: StageTable, second: StageTable, num_devices: int) -> Pairs:

@@ -6,7 +6,8 @@ import numpy as np
 
 from nereus.plan import Plan
 from nereus.planner.candidate import Candidate
-from nereus.planner.fit import Fitter, Place
+from nereus.planner.fit import Fitter
+from nereus.planner.place import Place
 from nereus.planner.setting import Setting
 
 

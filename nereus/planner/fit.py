@@ -38,6 +38,11 @@ class Choice:
     recompute: bool
     seconds: Mapping[str, float]
 
+    @cached_property
+    def early_s(self) -> float:
+        """Seconds of the first phase."""
+        return next(iter(self.seconds.values()))
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -126,14 +131,25 @@ class Fitter:
             slots = self._slots(name, place, by_rank)
             return [self._generation_choice(name, place, around, slots)] if slots else []
         menu = self._menu(name, place)
-        fitting = (menu.need <= by_rank[:, None]).all(axis=0)
+        fitting = (menu.need <= by_rank[:, None]).all(axis=0).tolist()
         best: list[Choice] = []
         for index, choice in self._price(name, place, menu, around):
-            if fitting[index] and not any(
-                all(other.seconds[phase] <= s for phase, s in choice.seconds.items()) for other in best
-            ):
+            # They come by the seconds of their last phase; a later one is worth it if it is faster in the first.
+            if fitting[index] and (not best or choice.early_s < best[-1].early_s):
                 best.append(choice)
         return best
+
+    def price_by_need(self, name: str, place: Place) -> tuple[Ints, dict[str, Floats]]:
+        """Return the bytes that rank 0 needs for each choice, ascending, and the least seconds up to each.
+
+        The seconds [v + 1] have an infinite one first, for no choice at all; "both" is of the phases' sum.
+        """
+        menu = self._menu(name, place)
+        choices = dict(self._price(name, place, menu, surroundings(place, self.setting.order)))
+        order = np.argsort(menu.need[0], kind="stable")
+        seconds = {phase: [choices[i].seconds[phase] for i in order.tolist()] for phase in choices[0].seconds}
+        seconds["both"] = [sum(choices[i].seconds.values()) for i in order.tolist()]
+        return menu.need[0][order], {phase: np.minimum.accumulate([np.inf, *s]) for phase, s in seconds.items()}
 
     def _menu(self, name: str, place: Place) -> _Menu:
         key = (name, place.layout, place.dp)

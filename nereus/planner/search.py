@@ -21,25 +21,29 @@ from nereus.planner.bounds import InferenceClasses, inference_s
 from nereus.planner.fit import Fitted, Fitter
 from nereus.planner.pairs import Pairs, inference_pairs, place_row, training_pairs
 from nereus.planner.setting import Floats, Setting
-from nereus.planner.space import Ints, rows_for
+from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints, rows_for
 from nereus.planner.sync import SyncSeconds
 from nereus.planner.tables import Levels, StageTable, build_table
 
-# Training pairs that are expanded at a time.
+# Training pairs that are expanded at a time: few at first, to have a plan to measure the others by.
+_FIRST_CHUNK = 2
 _CHUNK = 16
+# On more than 16 devices a plan that is faster by less than this share isn't looked for: there are too many alike.
+SLACK = 1e-3
 
 
 @dataclass
 class Found:
-    """The fastest plans so far, at most `count`, fastest first."""
+    """The fastest plans so far, at most `count`, fastest first; one faster by less than the share `slack` is missed."""
 
     count: int
+    slack: float = 0.0
     plans: list[Fitted] = field(default_factory=list)
 
     @property
     def limit_s(self) -> float:
-        """What a plan must be faster than to be kept."""
-        return self.plans[-1].total_s if len(self.plans) == self.count else np.inf
+        """What a plan must be faster than to be looked for."""
+        return self.plans[-1].total_s * (1.0 - self.slack) if len(self.plans) == self.count else np.inf
 
     def add(self, fitted: Fitted) -> None:
         self.plans.append(fitted)
@@ -88,24 +92,27 @@ class PlanSpace:
         nodes = np.where(used > 0, self.setting.order.node[np.maximum(used, 1) - 1] + 1, 0)
         return self.setting.staging_s[nodes]
 
-    def inference_s(self, training: Pairs, generation: Ints | None) -> tuple[Floats, Floats]:
-        """Return [n, pairs] bounds on the inference stage, and on what the pairs add to it on the first device.
+    def inference_s(self, training: Pairs) -> tuple[Floats, Floats]:
+        """Return [n, pairs] bounds on the inference stage of training pairs [n, 1] with the leanest generation, and on
+        what each inference pair adds to it on the first device."""
+        pairs = self.inference
+        level = self.level(training.resident + self.generation.resident.min() + pairs.resident)
+        critic_level = self.critic_level(training, pairs.resident_at(training.second_start))
+        actor_s = training.first_s("inference", level)
+        critic_s = training.second_s("inference", level, critic_level)
+        second_s = pairs.second_s("inference", level, self.second_level(training, 0))
+        stage_s = inference_s(training, pairs, actor_s, critic_s, pairs.first_s("inference", level), second_s)
+        return stage_s, pairs.serial_s("inference", level)
+
+    def second_level(self, training: Pairs, resident: Ints | int) -> Ints:
+        """Return the level of room of the second of each inference pair on its own first device, where it lies aside.
 
         Args:
-            generation: [n, 1] rows of generation, or None where it is open: then the least that any leaves resident.
+            resident: bytes of generation there.
         """
-        pairs, table = self.inference, self.generation
-        held = table.resident.min() if generation is None else table.resident[generation]
-        level = self.level(training.resident + held + pairs.resident)
-        at_second = training.resident_at(pairs.second_start) + pairs.second_resident
-        at_critic = pairs.resident_at(training.second_start)
-        if generation is not None:
-            end, low = table.rows.devices[generation], table.resident_low[generation]
-            at_second = at_second + np.where(end > pairs.second_start, low, 0)
-            at_critic = at_critic + np.where(end > training.second_start, low, 0)
-        second_level = self.levels.of(self.levels.top_bytes - at_second)
-        stage_s = inference_s(training, pairs, level, self.critic_level(training, at_critic), second_level)
-        return stage_s, pairs.serial_s("inference", level)
+        pairs = self.inference
+        held = training.resident_at(pairs.second_start) + pairs.second_resident + resident
+        return self.levels.of(self.levels.top_bytes - held)
 
 
 def find_plans(setting: Setting, layouts: Mapping[str, tuple[Layout, ...]], count: int) -> list[Fitted]:
@@ -116,7 +123,8 @@ def find_plans(setting: Setting, layouts: Mapping[str, tuple[Layout, ...]], coun
     """
     if any(not each for each in layouts.values()):
         return []
-    return _Search(PlanSpace(setting, layouts), Found(count)).run()
+    slack = 0.0 if len(setting.order) <= EVERY_DEGREE_UP_TO else SLACK
+    return _Search(PlanSpace(setting, layouts), Found(count, slack)).run()
 
 
 class _Search:
@@ -130,13 +138,15 @@ class _Search:
         bounds = self._training_bounds()
         order = np.argsort(bounds, kind="stable")
         order = order[np.isfinite(bounds[order])]
-        for start in range(0, len(order) + _CHUNK, _CHUNK):
-            chunk = order[start : start + _CHUNK]
-            least = bounds[chunk[0]] if len(chunk) else np.inf
-            self._complete_below(least)
-            if least >= self.found.limit_s:
+        start, size = 0, _FIRST_CHUNK
+        while start < len(order):
+            chunk = order[start : start + size]
+            self._complete_below(float(bounds[chunk[0]]))
+            if bounds[chunk[0]] >= self.found.limit_s:
                 break
-            self._expand(chunk)
+            self._expand(chunk[bounds[chunk] < self.found.limit_s])
+            start, size = start + size, _CHUNK
+        self._complete_below(np.inf)
         return self.found.plans
 
     def _training_bounds(self) -> Floats:
@@ -158,27 +168,15 @@ class _Search:
         return np.append(seconds.min(axis=1), np.inf)
 
     def _expand(self, chunk: Ints) -> None:
-        """Add the training pairs of a chunk with every generation to the open ones."""
-        space, table, pairs = self.space, self.generation, self.training.take(chunk)
-        column = pairs.along_rows
-        stage_s, own_s = space.inference_s(column, None)
-        inference, own = space.classes.least(stage_s), space.classes.least(own_s)  # [chunk, classes]
-        rows = np.arange(len(table))
-        beside = np.where(table.rows.devices > column.second_start, table.resident_low, 0)
-        critic_level = space.critic_level(column, beside)
-        sync, staging = space.sync.of(pairs.first), space.staging_s(column)
-        bound = np.full((len(chunk), len(table)), np.inf)
-        for index, resident in enumerate(space.classes.resident.tolist()):
-            level = space.level(column.resident + table.resident + resident)
-            generation = table.seconds["generation"][rows, level]
-            late = column.late_s(level, critic_level)
-            whole = late + np.maximum(generation + inference[:, [index]], staging)
-            alone = column.serial_s("both", level) + generation + own[:, [index]]
-            bound = np.minimum(bound, np.maximum(whole, alone))
-        bound = bound + sync
-        x, g = np.nonzero(bound < self.found.limit_s)
+        """Add the training pairs of a chunk with every generation that may be good enough to the open ones."""
+        pairs = self.training.take(chunk)
+        sync_s = self.space.sync.of(pairs.first)
+        x, g = np.nonzero(self._rough_bounds(pairs.along_rows) + sync_s < self.found.limit_s)
+        if not len(x):
+            return
+        bound = self._fine_bounds(pairs, x, g) + sync_s[x, g]
         old = self._open
-        merged = np.concatenate([old[0], bound[x, g]])
+        merged = np.concatenate([old[0], bound])
         keep = np.flatnonzero(merged < self.found.limit_s)
         keep = keep[np.argsort(merged[keep], kind="stable")]
         self._open = (
@@ -186,6 +184,32 @@ class _Search:
             np.concatenate([old[1], chunk[x]])[keep],
             np.concatenate([old[2], g])[keep],
         )
+
+    def _rough_bounds(self, column: Pairs) -> Floats:
+        """Return [n, generations] bounds for training pairs [n, 1] with the shortest inference that memory allows."""
+        space, table = self.space, self.generation
+        resident = column.resident + table.resident
+        level = space.level(resident + space.inference.resident.min())
+        others = (
+            table.seconds["generation"][np.arange(len(table)), level] + space.classes.least_s[space.level(resident)]
+        )
+        late = column.late_s(level, space.critic_level(column, 0))
+        whole = late + np.maximum(others + column.serial_s("inference", level), space.staging_s(column))
+        return np.maximum(whole, others + column.serial_s("both", level))
+
+    def _fine_bounds(self, pairs: Pairs, x: Ints, g: Ints) -> Floats:
+        """Return bounds for training pairs x with generations g, over all classes of inference pairs."""
+        space, table = self.space, self.generation
+        used, at = np.unique(x, return_inverse=True)
+        stage_s, own_s = space.inference_s(pairs.take(used).along_rows)
+        inference_s, own_s = space.classes.least(stage_s)[at], space.classes.least(own_s)[at]  # [n, classes]
+        column, rows = pairs.take(x).along_rows, g[:, None]
+        level = space.level(column.resident + table.resident[rows] + space.classes.resident)
+        beside = np.where(table.rows.devices[rows] > column.second_start, table.resident_low[rows], 0)
+        generation_s = table.seconds["generation"][rows, level]
+        late = column.late_s(level, space.critic_level(column, beside))
+        whole = late + np.maximum(generation_s + inference_s, space.staging_s(column))
+        return np.maximum(whole, column.serial_s("both", level) + generation_s + own_s).min(axis=1)
 
     def _complete_below(self, least_s: float) -> None:
         """Complete the open ones whose bound is below that of all that aren't expanded yet."""
@@ -227,17 +251,41 @@ class _Search:
     def _inference_bounds(self, x: int, g: int, sync_s: float) -> tuple[Floats, Ints]:
         """Return lower bounds of the step with each inference pair, ascending, and the pairs' indices."""
         space, pairs, table = self.space, self.space.inference, self.generation
-        training, generation = self.training.take(np.array([x])), np.array([g])
-        level = space.level(training.resident + table.resident[g] + pairs.resident)
-        beside = np.where(table.rows.devices[g] > training.second_start, table.resident_low[g], 0)
-        late = training.late_s(level, space.critic_level(training, beside + pairs.resident_at(training.second_start)))
-        stage_s, own_s = space.inference_s(training, generation)
+        training = self.training.take(np.array([x]))
+        held, end = table.resident_low[g], table.rows.devices[g]
+        beside = pairs.resident_at(training.second_start) + np.where(end > training.second_start, held, 0)
+        resident = training.resident + table.resident[g] + pairs.resident
+        level = space.level(resident)
+        at_critic = np.where(training.side, training.second_resident + beside, resident)
+        actor, critic = self._by_room(x, space.levels.usable_bytes - resident, space.levels.top_bytes - at_critic)
+        first_s = pairs.first_s("inference", level)
+        second_level = space.second_level(training, np.where(end > pairs.second_start, held, 0))
+        second_s = pairs.second_s("inference", level, second_level)
+        stage_s = inference_s(training, pairs, actor["inference"], critic["inference"], first_s, second_s)
         generation_s = table.seconds["generation"][g, level]
+        late = np.where(
+            training.side,
+            np.maximum(actor["training"], critic["training"]),
+            actor["training"] + critic["training"],
+        )
         bound = late + np.maximum(generation_s + stage_s, space.staging_s(training))
-        bound = np.maximum(bound, training.serial_s("both", level) + generation_s + own_s) + sync_s
+        both = actor["both"] + np.where(training.side, 0.0, critic["both"])
+        bound = np.maximum(bound, both + generation_s + pairs.serial_s("inference", level)) + sync_s
         kept = np.flatnonzero(bound < self.found.limit_s)
         kept = kept[np.argsort(bound[kept], kind="stable")]
         return bound[kept], kept
+
+    def _by_room(self, x: int, first_room: Ints, second_room: Ints) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Return the least seconds by phase of both training model-stages of a pair, for rooms in bytes."""
+        places, result = self.training.places(x), []
+        for table, room in ((self.training.first_table, first_room), (self.training.second_table, second_room)):
+            if table.name:
+                need, seconds = self.space.fitter.price_by_need(table.name, places[table.name])
+                fitting = np.searchsorted(need, room, side="right")
+                result.append({phase: each[fitting] for phase, each in seconds.items()})
+            else:
+                result.append(dict.fromkeys(("inference", "training", "both"), np.zeros(len(room))))
+        return result[0], result[1]
 
 
 class _Refused:

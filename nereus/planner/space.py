@@ -20,10 +20,10 @@ Ints = NDArray[np.int64]
 
 # Up to so many devices every degree of tp and pp is tried, beyond only powers of two and the current plan's.
 EVERY_DEGREE_UP_TO = 16
-# Up to so many devices every dp is tried. Beyond, the least one for each size of the largest share, down to a
-# sixteenth of what the devices allow: fewer replicas would need that much longer.
+# Up to so many devices every dp is tried. Beyond, the least one for each size of the largest share, down to an
+# eighth of what the devices allow: fewer replicas would need that much longer.
 EVERY_DP_UP_TO = 64
-LEAST_DP_SHARE = 16
+LEAST_DP_SHARE = 8
 
 
 def layouts_for(spec: ModelSpec, num_devices: int, also: Iterable[Layout] = ()) -> tuple[Layout, ...]:
@@ -51,10 +51,15 @@ def most_replicas(model_stage: str, workload: Workload) -> int:
     return workload.smallest_minibatch_samples if training else workload.samples_per_step
 
 
-def replica_counts(model_stage: str, most: int, num_devices: int, workload: Workload) -> Ints:
-    """Return the dp to try, ascending, up to `most`."""
-    if num_devices <= EVERY_DP_UP_TO:
+def replica_counts(model_stage: str, size: int, num_devices: int, workload: Workload) -> Ints:
+    """Return the dp to try for replicas of some devices each, ascending."""
+    most = min(num_devices // size, most_replicas(model_stage, workload))
+    if num_devices <= EVERY_DP_UP_TO or most == 0:
         return np.arange(1, most + 1)
+    if stage_of(model_stage) == "generation":
+        # It has its stage to itself, so fewer devices than all are of use only where a critic needs the others' memory.
+        parts = num_devices // 2 ** np.arange(LEAST_DP_SHARE.bit_length())
+        return np.unique(np.clip(parts // size, 1, most))
     counts = np.arange(max(1, most // LEAST_DP_SHARE), most + 1)
     shares = -(-workload.samples_per_step // counts)
     if stage_of(model_stage) == "training":
@@ -103,10 +108,9 @@ class Rows:
 
 def rows_for(model_stage: str, layouts: tuple[Layout, ...], num_devices: int, workload: Workload) -> Rows:
     """Return all rows of a model-stage on some devices."""
-    limit = most_replicas(model_stage, workload)
     layout, dp = [], []
     for index, each in enumerate(layouts):
-        counts = replica_counts(model_stage, min(num_devices // each.size, limit), num_devices, workload)
+        counts = replica_counts(model_stage, each.size, num_devices, workload)
         layout.append(np.full(len(counts), index))
         dp.append(counts)
     if not dp:

@@ -20,8 +20,8 @@ Flags = NDArray[np.bool_]
 
 # Levels of room that are told apart; more make the bounds tighter and the tables larger. Generation, whose number of
 # slots may be any, is worked out for one level in so many.
-NUM_LEVELS = 1024
-GENERATION_LEVELS = 16
+NUM_LEVELS = 256
+GENERATION_LEVELS = 4
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,15 @@ def test_a_set_of_another_commit_in_its_place(tmp_path: Path):
     assert "is not the one that was committed for step 1" in swapped
 
 
+def test_another_set_of_the_same_step_in_its_place(tmp_path: Path):
+    run = make_run(str(tmp_path / "run"), 2)
+    remove(f"{run.root}/step-00000001-1")
+    run.identity = {**run.identity, "prompts": "others"}
+    run.write(1)
+    (sentence,) = inspect(run.run_dir).damage
+    assert "is not the one that was committed for step 1" in sentence
+
+
 def test_a_run_that_went_on_from_an_earlier_step(tmp_path: Path):
     run = make_run(str(tmp_path / "run"), 3)
     again = FakeRun(run.run_dir, run.config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -75,6 +74,13 @@ def test_the_staging_root_is_compared_by_where_it_leads(tmp_path: Path, monkeypa
     check(config, f"run_dir={tmp_path}/runs/a/")
 
 
+def test_random_models_are_told_apart_by_whose_they_are(tmp_path: Path):
+    """An empty critic starts from the actor's numbers, one of the same sizes from its own."""
+    shared = compute_identity(tiny_config(str(tmp_path)))
+    own = compute_identity(tiny_config(str(tmp_path), critic={"tiny": TINY}))
+    assert shared["model"] == shared["critic"] == shared["reference"] == own["model"] != own["critic"]
+
+
 def test_changed_prompts_are_found(tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "aeiou"}\n')
@@ -110,8 +116,8 @@ def test_a_changed_tokenizer_is_found(tmp_path: Path):
     shutil.copytree(Path(__file__).parents[1] / "nereus/recipes/char-tokenizer", folder)
     config = tiny_config(str(tmp_path), model={"tiny": {**TINY, "tokenizer": str(folder)}})
     before = compute_identity(config)
-    tree = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**tree, "padding_side": "left"}))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace("e", "E", 1))
     with pytest.raises(ValueError, match=r"`model`: .*tokenizer holds another tokenizer than the one"):
         check_resume(config, before, config, compute_identity(config))
 

@@ -173,7 +173,7 @@ class Fitter:
                 Choice(int(size), bool(again), {phase: float(each[i]) for phase, each in seconds.items()})
                 for i, (size, again) in enumerate(zip(menu.micro_batch, menu.recompute, strict=True))
             ]
-            order = sorted(range(len(choices)), key=lambda i: tuple(reversed(choices[i].seconds.values())))
+            order = sorted(range(len(choices)), key=lambda i: tuple(choices[i].seconds.values())[::-1])
             self._priced[key] = [(i, choices[i]) for i in order]
         return self._priced[key]
 

@@ -124,8 +124,9 @@ def training_pairs(first: StageTable, second: StageTable, num_devices: int) -> P
 def inference_pairs(first: StageTable, second: StageTable, num_devices: int) -> Pairs:
     """Return the pairs of two inference model-stages on some devices.
 
-    On up to 16 devices these are all. On more, of those one after the other only the fastest of each layout, and of
-    those side by side for each two layouts only the splits of the devices at which both take about as long.
+    On up to 16 devices these are all. On more, layouts that need more memory and are no faster than another one are
+    left out; of those one after the other only the fastest of each layout is kept, and of those side by side for each
+    two layouts only the splits of the devices at which both take about as long.
     """
     beside = _all_beside if num_devices <= EVERY_DEGREE_UP_TO else _beside_in_balance
     return _pairs(first, second, num_devices, beside)
@@ -150,9 +151,18 @@ def _with_most_room(table: StageTable) -> Floats:
 
 
 def _fastest(table: StageTable) -> Ints:
-    """Return for each layout the row that is fastest with all the room there is."""
+    """Return for each layout that isn't worse in everything the row that is fastest with all the room there is."""
     order = np.lexsort((_with_most_room(table), table.rows.layout))
-    return order[np.unique(table.rows.layout[order], return_index=True)[1]]
+    rows = order[np.unique(table.rows.layout[order], return_index=True)[1]]
+    resident = table.resident[rows]
+    leaner = resident[:, None] <= resident
+    for each in table.seconds.values():
+        seconds = each[rows, :-1]
+        leaner &= (seconds[:, None] <= seconds).all(axis=2)
+    # Of two that are equal the first one stays.
+    leaner &= ~(leaner.T & (np.arange(len(rows))[:, None] >= np.arange(len(rows))))
+    np.fill_diagonal(leaner, False)
+    return rows[~leaner.any(axis=0)]
 
 
 def _all_beside(first: StageTable, second: StageTable, num_devices: int) -> tuple[Ints, Ints]:
@@ -173,6 +183,9 @@ def _beside_without_idle_devices(first: StageTable, second: StageTable, num_devi
 
 def _beside_in_balance(first: StageTable, second: StageTable, num_devices: int) -> tuple[Ints, Ints]:
     one, two = _beside_without_idle_devices(first, second, num_devices)
+    good = [np.isin(table.rows.layout, table.rows.layout[_fastest(table)]) for table in (first, second)]
+    both = good[0][one] & good[1][two]
+    one, two = one[both], two[both]
     longer = np.maximum(_with_most_room(first)[one], _with_most_room(second)[two])
     layouts = first.rows.layout[one] * len(second.rows.layouts) + second.rows.layout[two]
     order = np.lexsort((longer, layouts))

@@ -10,9 +10,14 @@ GRADIENT_BLOCK_ELEMENTS = 1 << 22
 PREFILL_TOKENS = 2048
 # A message of a weight sync carries at most this much; two are in flight for each pair of devices and direction.
 SYNC_BUCKET_BYTES = 16 << 20
-# What a worker holds of a shard on its way to a local disk, and to an object store: there the shard itself, twice.
-STAGING_BUFFER_BYTES = 2 << 20
-REMOTE_STAGING_BUFFER_BYTES = 128 << 20
+# Shards of staged state: most bytes (unless a single piece has more), and how many a worker writes at the same time. On
+# a disk one is synced while the next is written; to an object store several streams are faster than one.
+SHARD_BYTES, SHARDS_IN_FLIGHT = 64 << 20, 2
+REMOTE_SHARD_BYTES, REMOTE_SHARDS_IN_FLIGHT = 32 << 20, 4
+MOST_SHARDS_IN_FLIGHT = max(SHARDS_IN_FLIGHT, REMOTE_SHARDS_IN_FLIGHT)
+# What a worker holds of them on their way: a block each, or for an object store the whole shard, twice.
+STAGING_BUFFER_BYTES = SHARDS_IN_FLIGHT << 20
+REMOTE_STAGING_BUFFER_BYTES = 2 * REMOTE_SHARDS_IN_FLIGHT * REMOTE_SHARD_BYTES
 # What a worker's reader of staged state holds beside the tensors that it fills.
 RESTORE_BUFFER_BYTES = 32 << 20
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nereus.layout import Layout, partition, slices_of, stages_of
+from nereus.limits import SHARD_BYTES
 from nereus.model.spec import ModelSpec, TensorInfo, tensors
 from nereus.plan import Plan
 from storage.slices import TensorSlice
@@ -19,8 +20,6 @@ from storage.slices import TensorSlice
 STAGED = ("actor.training", "critic.training")
 # A parameter goes by its own name, the optimizer's moments by this and its name.
 PREFIXES = ("", "exp_avg/", "exp_avg_sq/")
-# Most bytes of a shard file, unless a single piece is larger.
-MAX_SHARD_BYTES = 64 * 2**20
 # Work is given out in runs of pieces of about this share of a shard, so that loads come out even.
 _RUNS_PER_SHARD = 8
 
@@ -82,7 +81,7 @@ def wanted_slices(spec: ModelSpec, layout: Layout, rank: int) -> tuple[TensorSli
 
 
 def plan_shards(
-    plan: Plan, specs: Mapping[str, ModelSpec], *, element_bytes: int, max_shard_bytes: int = MAX_SHARD_BYTES
+    plan: Plan, specs: Mapping[str, ModelSpec], *, element_bytes: int, max_shard_bytes: int = SHARD_BYTES
 ) -> dict[int, tuple[ShardOrder, ...]]:
     """Return what each device writes: over all devices each piece of all groups exactly once.
 

@@ -106,7 +106,7 @@ class Engine(ABC):
 
     @abstractmethod
     def submit_beside(self, device: int, method: str, /, **kwargs: Any) -> Future:
-        """Send one command that runs beside the others, in a second thread of the worker; such commands run in order.
+        """Send one command that runs beside the others, in a thread of its own: some at the same time, in no order.
 
         It takes no lock and is no part of a step, so it may use no communicator. An engine that is broken takes it
         as well: what a failed step leaves to be done is still done.

@@ -114,7 +114,7 @@ class LocalEngine(Engine):
         return self._send("command", device, method, kwargs)
 
     def submit_beside(self, device: int, method: str, /, **kwargs: Any) -> Future:
-        """Send one command for the worker's second thread; the future ends as that of `submit`."""
+        """Send one command for the worker's threads beside the main one; the future ends as that of `submit`."""
         return self._send("beside", device, method, kwargs)
 
     def _send(self, kind: str, device: int, method: str, kwargs: Mapping[str, Any]) -> Future:

@@ -16,6 +16,7 @@ import torch
 from nereus.commits import Commit
 from nereus.config import RunConfig
 from nereus.cost.memory import spare_bytes
+from nereus.limits import REMOTE_SHARD_BYTES, SHARD_BYTES
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
 from nereus.runtime.engine import Engine
@@ -29,7 +30,7 @@ from nereus.runtime.staging import Staging
 from nereus.runtime.timing import StepClock
 from nereus.staged_state import plan_shards
 from nereus.tracking import Trackers, open_trackers
-from storage.urls import join_url
+from storage.urls import join_url, local_path
 
 _open_sessions: dict[str, Session] = {}
 
@@ -148,7 +149,8 @@ class Session(PpoSteps):
 
     def _start_staging(self) -> None:
         element_bytes = 8 if self.config.precision == "float64" else 4
-        orders = plan_shards(self.plan, self.job.specs, element_bytes=element_bytes)
+        shard_bytes = REMOTE_SHARD_BYTES if local_path(self._opened.staging_root) is None else SHARD_BYTES
+        orders = plan_shards(self.plan, self.job.specs, element_bytes=element_bytes, max_shard_bytes=shard_bytes)
         self._run("staging", "hold_shards", {device: {"orders": mine} for device, mine in orders.items()}, None)
         commits = [commit for commit in self._opened.commits or () if commit.step < self.steps.start]
         self._staging = Staging(

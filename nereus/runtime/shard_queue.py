@@ -17,8 +17,6 @@ from nereus.runtime.engine import CommandFailed, Engine, WorkerLost
 from nereus.staged_state import ShardOrder
 from storage.manifest import ShardRecord
 
-# Shards that a worker has been told to write and hasn't finished: one is written, the next one is known.
-SHARDS_IN_FLIGHT = 2
 # A shard that fails this often ends the commit.
 MOST_TRIES = 3
 
@@ -45,6 +43,8 @@ class ShardQueue:
         folder: str,
         orders: Mapping[int, Sequence[ShardOrder]],
         spare_bytes: Mapping[int, int],
+        *,
+        shards_in_flight: int,
     ) -> None:
         """Describe the work.
 
@@ -52,8 +52,9 @@ class ShardQueue:
             folder: of the set, any fsspec URL.
             orders: per device what its worker writes; it holds the same orders.
             spare_bytes: per device what copies of unwritten shards may take.
+            shards_in_flight: most shards that a worker writes at the same time.
         """
-        self._engine, self._folder = engine, folder
+        self._engine, self._folder, self._shards_in_flight = engine, folder, shards_in_flight
         self._waiting = {device: deque(given) for device, given in orders.items()}
         self._room = dict(spare_bytes)
         self._order = [order.file for given in orders.values() for order in given]
@@ -112,7 +113,7 @@ class ShardQueue:
 
     def _submit(self, device: int) -> None:
         """Keep a worker busy."""
-        while self._waiting[device] and self._writing[device] < SHARDS_IN_FLIGHT:
+        while self._waiting[device] and self._writing[device] < self._shards_in_flight:
             order = self._waiting[device].popleft()
             self._writing[device] += 1
             self._send(_Sent(device, (order,), False), "write_shard", folder=self._folder, file=order.file)
@@ -130,12 +131,12 @@ class ShardQueue:
             while mine and mine[-1].num_bytes <= self._room.get(device, 0):
                 copied.append(mine.pop())
                 self._room[device] -= copied[-1].num_bytes
-            if copied:
+            for order in [*copied, *mine]:
+                waiting.remove(order)
+            waiting.extendleft(reversed(mine))
+            if copied:  # they wait again when they are copied: a file written meanwhile would be from live tensors
                 files = [order.file for order in copied]
                 self._send(_Sent(device, tuple(copied), True), "preserve_shards", files=files)
-            for order in reversed(mine):
-                waiting.remove(order)
-                waiting.appendleft(order)
 
     def _take(self, future: Future) -> None:
         """Take note of the end of a command."""
@@ -147,7 +148,10 @@ class ShardQueue:
         if sent.is_copy:
             if error is None:
                 self._is_safe(sent.orders)
-            return  # without the memory for it the update waits until they are written
+                self._waiting[sent.device].extend(sent.orders)
+            else:  # such as for want of memory: the update waits until they are written
+                self._waiting[sent.device].extendleft(sent.orders)
+            return
         (order,) = sent.orders
         self._writing[sent.device] -= 1
         if error is None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nereus.commits import Commit
+from nereus.limits import REMOTE_SHARDS_IN_FLIGHT, SHARDS_IN_FLIGHT
 from nereus.runtime.engine import Engine
 from nereus.runtime.shard_queue import MOST_TRIES, ShardQueue
 from nereus.staged_state import ShardOrder
@@ -24,7 +25,7 @@ from storage.manifest import Manifest
 from storage.owner import Owner
 from storage.retention import retire
 from storage.state import commit_state
-from storage.urls import join_url
+from storage.urls import join_url, local_path
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,7 +80,13 @@ class Staging:
         """
         self.wait()
         name = f"step-{step:08d}-{self._owner.number}"
-        self._queue = ShardQueue(self._engine, join_url(self._root, name), self._orders, self._spare_bytes)
+        self._queue = ShardQueue(
+            self._engine,
+            join_url(self._root, name),
+            self._orders,
+            self._spare_bytes,
+            shards_in_flight=REMOTE_SHARDS_IN_FLIGHT if local_path(self._root) is None else SHARDS_IN_FLIGHT,
+        )
         arguments = (self._queue, name, step, run_state, plan)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="nereus-staging", daemon=True)
         self._thread.start()

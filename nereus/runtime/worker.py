@@ -1,8 +1,8 @@
 """A worker process: runs commands in order on one service object, with its memory counted and its death noticed.
 
-The main thread runs commands; one thread runs commands beside them, which wait for storage and use no communicator; one
-thread reads the driver's messages (commands, abort, exit; an end of file means that the driver is gone: the process
-ends at once); one thread sends a beat every `heartbeat_s`, even during a long command.
+The main thread runs commands; a few threads run commands beside them, which wait for storage and use no communicator;
+one reads the driver's messages (commands, abort, exit; an end of file means that the driver is gone: the process ends
+at once); one sends a beat every `heartbeat_s`, even during a long command.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from nereus.limits import MOST_SHARDS_IN_FLIGHT
 from nereus.runtime.messages import MessageStream
 from nereus.runtime.waiting import CommunicatorError
 
@@ -31,8 +32,9 @@ from nereus.runtime.waiting import CommunicatorError
 _EXIT_GRACE_S = 1.0
 _Command = tuple[int, str, dict[str, Any]]
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-# The thread beside the main one gets this much less of a core that both want (Linux has a niceness for each thread).
+# Threads beside the main one get this much less of a core that both want (Linux has a niceness for each thread).
 _BESIDE_NICENESS = 5
+_BESIDE_THREADS = MOST_SHARDS_IN_FLIGHT
 _CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 
 
@@ -158,7 +160,7 @@ def run_worker(
 
 
 class _Worker:
-    """The four threads of a worker around one service."""
+    """The threads of a worker around one service."""
 
     def __init__(
         self,
@@ -181,7 +183,8 @@ class _Worker:
 
     def run(self) -> None:
         """Make the service, then run commands until told to exit."""
-        for target in (self._receive, self._beat, self._run_beside):  # before the cap: their stacks don't count
+        beside = [self._run_beside] * _BESIDE_THREADS
+        for target in (self._receive, self._beat, *beside):  # before the cap: their stacks don't count
             threading.Thread(target=target, daemon=True).start()
         try:
             service = self._service = self._service_class(self._make_context())

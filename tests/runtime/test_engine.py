@@ -91,6 +91,21 @@ def test_a_failed_future_tells_type_text_and_traceback(engine: LocalEngine) -> N
     assert engine.submit(0, "echo", value=3).result(timeout=10) == 3
 
 
+def test_commands_beside_run_during_others_on_any_core_and_after_a_failure() -> None:
+    with LocalEngine(PLAIN) as engine:
+        engine.start([0])
+        nap = engine.submit(0, "nap", seconds=1.0)
+        for _ in range(2):
+            assert engine.submit_beside(0, "describe").result(timeout=10)["cores"] == os.sched_getaffinity(0)
+        failed = engine.submit_beside(0, "fail", message="no room").exception(timeout=10)
+        assert isinstance(failed, CommandFailed) and failed.message == "no room"
+        assert not nap.done()
+        engine.mark_broken("a step failed")
+        assert engine.submit_beside(0, "echo", value=1).result(timeout=10) == 1
+        engine.submit_beside(0, "end", code=3)
+        assert isinstance(engine.submit_beside(0, "nap", seconds=60).exception(timeout=10), WorkerLost)
+
+
 def test_overlapping_commands_of_many_threads_neither_mix_nor_deadlock(engine: LocalEngine) -> None:
     results: list[dict[int, int]] = []
 

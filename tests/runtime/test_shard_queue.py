@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from nereus.runtime.engine import CommandFailed, Engine, WorkerLost
-from nereus.runtime.shard_queue import MOST_TRIES, SHARDS_IN_FLIGHT, ShardFailed, ShardQueue
+from nereus.runtime.shard_queue import MOST_TRIES, ShardFailed, ShardQueue
 from nereus.staged_state import ShardOrder
 from storage.manifest import ShardRecord
 from storage.slices import TensorSlice
+
+IN_FLIGHT = 2
 
 
 class PaperEngine(Engine):
@@ -66,6 +68,10 @@ def order(device: int, number: int, group: str = "actor.training", num_bytes: in
     )
 
 
+def start(engine: Engine, orders: dict[int, list[ShardOrder]], spare_bytes: dict[int, int]) -> ShardQueue:
+    return ShardQueue(engine, "folder", orders, spare_bytes, shards_in_flight=IN_FLIGHT)
+
+
 def record(file: str) -> ShardRecord:
     return ShardRecord(file.partition("-")[0], file, 1, "", {}, ())
 
@@ -90,8 +96,8 @@ def pool() -> Any:
 def test_each_device_has_a_few_shards_under_way_and_the_records_come_in_order(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
     orders = {0: [order(0, n) for n in range(4)], 3: [order(3, 0)]}
-    written = pool.submit(ShardQueue(engine, "folder", orders, {}).write_all)
-    first = engine.take(SHARDS_IN_FLIGHT + 1)
+    written = pool.submit(start(engine, orders, {}).write_all)
+    first = engine.take(IN_FLIGHT + 1)
     assert [command[0] for command in first] == [0, 0, 3] and not engine.sent
     assert {command[2]["folder"] for command in first} == {"folder"}
     for command in reversed(first):
@@ -103,7 +109,7 @@ def test_each_device_has_a_few_shards_under_way_and_the_records_come_in_order(po
 
 def test_a_shard_is_tried_again_and_then_given_up(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
-    written = pool.submit(ShardQueue(engine, "folder", {0: [order(0, 0)]}, {}).write_all)
+    written = pool.submit(start(engine, {0: [order(0, 0)]}, {}).write_all)
     for _ in range(MOST_TRIES):
         fail(*engine.take())
     with pytest.raises(ShardFailed, match=r"actor.training-0-0.safetensors of device 0: No space left on device"):
@@ -112,7 +118,7 @@ def test_a_shard_is_tried_again_and_then_given_up(pool: ThreadPoolExecutor) -> N
 
 def test_one_failure_is_mended_by_another_try(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
-    written = pool.submit(ShardQueue(engine, "folder", {0: [order(0, 0)]}, {}).write_all)
+    written = pool.submit(start(engine, {0: [order(0, 0)]}, {}).write_all)
     fail(*engine.take())
     finish(*engine.take())
     assert len(written.result(10)) == 1
@@ -120,7 +126,7 @@ def test_one_failure_is_mended_by_another_try(pool: ThreadPoolExecutor) -> None:
 
 def test_a_lost_worker_ends_it_at_once(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
-    written = pool.submit(ShardQueue(engine, "folder", {0: [order(0, n) for n in range(5)]}, {}).write_all)
+    written = pool.submit(start(engine, {0: [order(0, n) for n in range(5)]}, {}).write_all)
     engine.take()[0][3].set_exception(WorkerLost(0, "exited with signal 9 (SIGKILL)"))
     with pytest.raises(ShardFailed, match="device 0 was lost"):
         written.result(10)
@@ -129,13 +135,13 @@ def test_a_lost_worker_ends_it_at_once(pool: ThreadPoolExecutor) -> None:
 def test_an_update_waits_for_shards_under_way_and_has_the_rest_copied(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
     orders = {0: [*(order(0, n) for n in range(4)), order(0, 0, "critic.training")]}
-    shards = ShardQueue(engine, "folder", orders, {0: 1000})
+    shards = start(engine, orders, {0: 1000})
     written = pool.submit(shards.write_all)
-    under_way = engine.take(SHARDS_IN_FLIGHT)
+    under_way = engine.take(IN_FLIGHT)
     update = pool.submit(shards.make_way, "actor.training")
     (copy,) = engine.take()
     assert copy[1] == "preserve_shards"
-    assert set(copy[2]["files"]) == {o.file for o in orders[0][SHARDS_IN_FLIGHT:4]}
+    assert set(copy[2]["files"]) == {o.file for o in orders[0][IN_FLIGHT:4]}
     finish(copy)
     assert not update.done()
     for command in under_way:
@@ -144,16 +150,16 @@ def test_an_update_waits_for_shards_under_way_and_has_the_rest_copied(pool: Thre
     assert not written.done()
     pool.submit(shards.make_way, "actor.training").result(10)  # nothing is at risk any more
     rest = [finish(*engine.take()) for _ in range(3)]
-    assert sorted(rest) == sorted(o.file for o in orders[0][SHARDS_IN_FLIGHT:])
+    assert sorted(rest) == sorted(o.file for o in orders[0][IN_FLIGHT:])
     written.result(10)
 
 
 def test_without_room_the_update_waits_and_its_shards_go_first(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
     orders = {0: [*(order(0, n) for n in range(4)), *(order(0, n, "critic.training") for n in range(2))]}
-    shards = ShardQueue(engine, "folder", orders, {0: 15})  # one of them can be copied
+    shards = start(engine, orders, {0: 15})  # one of them can be copied
     written = pool.submit(shards.write_all)
-    under_way = engine.take(SHARDS_IN_FLIGHT)
+    under_way = engine.take(IN_FLIGHT)
     update = pool.submit(shards.make_way, "critic.training")
     (copy,) = engine.take()
     assert copy[2]["files"] == ["critic.training-0-1.safetensors"]
@@ -171,7 +177,7 @@ def test_without_room_the_update_waits_and_its_shards_go_first(pool: ThreadPoolE
 
 def test_a_copy_that_fails_leaves_the_update_waiting_for_the_file(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
-    shards = ShardQueue(engine, "folder", {0: [order(0, n) for n in range(3)]}, {0: 1000})
+    shards = start(engine, {0: [order(0, n) for n in range(3)]}, {0: 1000})
     written = pool.submit(shards.write_all)
     under_way = engine.take(2)
     update = pool.submit(shards.make_way, "actor.training")
@@ -188,7 +194,7 @@ def test_a_copy_that_fails_leaves_the_update_waiting_for_the_file(pool: ThreadPo
 @pytest.mark.parametrize("end", ["stop", "failure"])
 def test_whoever_waits_is_freed_when_the_commit_is_given_up(pool: ThreadPoolExecutor, end: str) -> None:
     engine = PaperEngine()
-    shards = ShardQueue(engine, "folder", {0: [order(0, n) for n in range(3)]}, {})
+    shards = start(engine, {0: [order(0, n) for n in range(3)]}, {})
     written = pool.submit(shards.write_all)
     update = pool.submit(shards.make_way, "actor.training")
     if end == "stop":
@@ -203,7 +209,7 @@ def test_whoever_waits_is_freed_when_the_commit_is_given_up(pool: ThreadPoolExec
 
 def test_after_a_failure_nobody_is_busy_and_no_copy_is_left(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
-    shards = ShardQueue(engine, "folder", {0: [order(0, 0)], 1: [order(1, 0), order(1, 1)]}, {})
+    shards = start(engine, {0: [order(0, 0)], 1: [order(1, 0), order(1, 1)]}, {})
     written = pool.submit(shards.write_all)
     lost, *others = engine.take(3)
     lost[3].set_exception(WorkerLost(0, "gone"))

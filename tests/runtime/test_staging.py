@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from nereus.config import build_config
 from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
-from nereus.staged_state import plan_shards
 from storage.journal import FencedOff, Journal
 from storage.manifest import Manifest
 from storage.records import read_records
@@ -45,8 +43,7 @@ def engine() -> Iterator[LocalEngine]:
 @pytest.fixture(autouse=True)
 def _fast_again(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Many small shards, so that some wait while others are under way."""
-    small = functools.partial(plan_shards, max_shard_bytes=20_000)
-    monkeypatch.setattr(nereus.runtime.session, "plan_shards", small)
+    monkeypatch.setattr(nereus.runtime.session, "SHARD_BYTES", 20_000)
     yield
     let(engine)
 

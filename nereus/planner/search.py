@@ -34,10 +34,14 @@ SLACK = 1e-3
 
 @dataclass
 class Found:
-    """The fastest plans so far, at most `count`, fastest first; one faster by less than the share `slack` is missed."""
+    """The fastest plans so far, at most `count`, fastest first; one faster by less than the share `slack` is missed.
+
+    With `by_layouts` no two have the same layouts everywhere; else they may differ in dp alone.
+    """
 
     count: int
     slack: float = 0.0
+    by_layouts: bool = False
     plans: list[Fitted] = field(default_factory=list)
 
     @property
@@ -46,9 +50,18 @@ class Found:
         return self.plans[-1].total_s * (1.0 - self.slack) if len(self.plans) == self.count else np.inf
 
     def add(self, fitted: Fitted) -> None:
+        if self.by_layouts:
+            like = [plan for plan in self.plans if _layouts_of(plan) == _layouts_of(fitted)]
+            if like and like[0].total_s <= fitted.total_s:
+                return
+            self.plans = [plan for plan in self.plans if plan not in like]
         self.plans.append(fitted)
         self.plans.sort(key=lambda each: each.total_s)
         del self.plans[self.count :]
+
+
+def _layouts_of(fitted: Fitted) -> dict[str, Layout]:
+    return {name: place.layout for name, place in fitted.places.items()}
 
 
 class PlanSpace:
@@ -115,16 +128,19 @@ class PlanSpace:
         return self.levels.of(self.levels.top_bytes - held)
 
 
-def find_plans(setting: Setting, layouts: Mapping[str, tuple[Layout, ...]], count: int) -> list[Fitted]:
+def find_plans(
+    setting: Setting, layouts: Mapping[str, tuple[Layout, ...]], count: int, *, by_layouts: bool = False
+) -> list[Fitted]:
     """Return the fastest plans with some layouts, fastest first; no two are alike in training and in generation.
 
     Args:
         layouts: per model-stage those to choose from.
+        by_layouts: of plans with the same layouts everywhere return only the fastest.
     """
     if any(not each for each in layouts.values()):
         return []
     slack = 0.0 if len(setting.order) <= EVERY_DEGREE_UP_TO else SLACK
-    return _Search(PlanSpace(setting, layouts), Found(count, slack)).run()
+    return _Search(PlanSpace(setting, layouts), Found(count, slack, by_layouts)).run()
 
 
 class _Search:

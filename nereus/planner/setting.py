@@ -48,9 +48,14 @@ class Setting:
         workload = job.load.memory_workload(memory_length, accelerator=cluster.kind.accelerator)
         return cls(job, cluster, efficiencies, workload, memory_factor)
 
+    @property
+    def usable_share(self) -> float:
+        """Share of a device's memory that predicted peaks corrected by measured ones may reach."""
+        return USABLE_SHARE
+
     @cached_property
     def order(self) -> DeviceOrder:
-        return DeviceOrder.of(self.cluster, USABLE_SHARE / self.memory_factor, self.efficiencies.device_factor)
+        return DeviceOrder.of(self.cluster, self.usable_share / self.memory_factor, self.efficiencies.device_factor)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from prefect.logging import get_logger
 from prefect.logging.configuration import setup_logging
 
 from flows.ppo import train_ppo
+from flows.server_guard import server_ends_with_us
 from nereus.config import RunConfig
 
 
@@ -29,7 +30,7 @@ def run_here(config: RunConfig, resume_from: str | None = None) -> dict[str, Any
     setup_logging()
     for handler in (*logging.getLogger().handlers, *get_logger("_internal").handlers):
         handler.addFilter(_is_news)
-    with _sigterm_interrupts():
+    with _sigterm_interrupts(), server_ends_with_us():
         try:
             return train_ppo(config, resume_from)
         except TerminationSignal:

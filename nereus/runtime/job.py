@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from nereus.cluster import local_cluster
 from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
@@ -24,7 +25,8 @@ from nereus.rewards import load_reward_function
 from nereus.runtime.run_dir import RunDir
 from nereus.runtime.sources import ModelSource
 from nereus.tracking import check_trackers
-from storage.urls import local_path
+from storage.urls import local_path, open_filesystem
+from storage.writable import check_writable
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class Job:
 def check_job(config: RunConfig) -> None:
     """Raise as `prepare_job` does, and for a run directory in use; silent otherwise, for the run itself warns."""
     if config.run_dir is not None:
+        check_writable(config.run_dir)
         RunDir(config.run_dir).check_free()
+    if config.staging.root is not None:
+        check_writable(config.staging.root, field="staging.root")
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -66,6 +71,7 @@ def prepare_job(config: RunConfig) -> Job:
         ValueError: something that the config names is missing, broken or doesn't fit; one sentence with the mend.
     """
     _check_devices(config)
+    _check_places(config)
     check_trackers(config.tracking)
     sources = _sources(config)
     actor = sources["actor.training"]
@@ -229,6 +235,15 @@ def _capacities(config: RunConfig) -> dict[int, int]:
         threads_per_device=config.cluster.threads_per_device,
     )
     return {device.id: device.memory_bytes for device in cluster.devices}
+
+
+def _check_places(config: RunConfig) -> None:
+    for field, url in (("run_dir", config.run_dir), ("staging.root", config.staging.root)):
+        if url is not None and isinstance(open_filesystem(url)[0], MemoryFileSystem):
+            raise ValueError(
+                f"{field}: {url} lies in the memory of one process, and a run has several; "
+                "choose a directory or an object store."
+            )
 
 
 def _plan(config: RunConfig, specs: Mapping[str, ModelSpec], workload: Workload, capacities: Mapping[int, int]) -> Plan:

@@ -19,6 +19,7 @@ from storage.journal import Journal
 from storage.owner import Owner, RunExists
 from storage.small_files import list_names
 from storage.urls import local_path
+from storage.writable import check_writable
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,9 @@ def open_run(config: RunConfig, *, run_id: str, flow_run_id: str | None, resume_
         ValueError: the config can't run, the directory holds another run, or another driver has it.
     """
     url = (resume_from or config.run_dir or os.path.join("runs", run_id)).rstrip("/")
+    check_writable(url)  # first: it is quick to say that a store can't be reached
+    if config.staging.root is not None:
+        check_writable(config.staging.root, field="staging.root")
     recorded = read_recorded(url) if resume_from is not None or _is_own(url, flow_run_id) else None
     if recorded is None:
         return _open_new(config.model_copy(update={"run_dir": url}), run_id, flow_run_id)

@@ -1,12 +1,13 @@
 """A worker's part of staged state: its shards, written from live tensors or from copies, and its slices read back.
 
-Writing runs in the worker's second thread while the main one generates and infers: nobody changes these tensors then,
-and nothing here uses a communicator.
+Writing runs in threads beside the main one while that generates and infers: nobody changes these tensors then, and
+nothing here uses a communicator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -92,13 +93,10 @@ class ShardWorks:
         unit = self._units[order.group]
         tensors = self._copies.get(file) or [unit.find(piece) for piece in order.pieces]
         writer = ShardWriter(folder, group=order.group, file=file)
-        try:
-            for piece, tensor in zip(order.pieces, tensors, strict=True):
-                writer.add(piece, unit.shapes[piece.name], tensor)
+        for piece, tensor in zip(order.pieces, tensors, strict=True):
+            writer.add(piece, unit.shapes[piece.name], tensor)
+        with _beside_compute(unit.training.device):
             record = writer.finish_shard()
-        except BaseException:
-            writer.abandon()
-            raise
         self._copies.pop(file, None)
         return record
 
@@ -107,13 +105,35 @@ class ShardWorks:
         """Copy what these shards hold, so that updates may change the live tensors."""
         for file in files:
             order = self._orders[file]
-            live = [self._units[order.group].find(piece) for piece in order.pieces]
-            flat = torch.empty(sum(t.numel() for t in live), dtype=live[0].dtype, device=live[0].device)
-            copies = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in live]), live, strict=True)]
-            for copy, tensor in zip(copies, live, strict=True):
-                copy.copy_(tensor)
-            self._copies[file] = copies
+            unit = self._units[order.group]
+            live = [unit.find(piece) for piece in order.pieces]
+            with _beside_compute(unit.training.device):
+                self._copies[file] = _copy_together(live)
 
     def drop_copies(self) -> None:
         """Free all copies, after a commit that was given up."""
         self._copies.clear()
+
+
+def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors of one dtype, all in one piece of memory."""
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+    copies = [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    return copies
+
+
+@contextmanager
+def _beside_compute(device: torch.device) -> Iterator[None]:
+    """On CUDA, read on a stream of its own, behind the updates that are queued and not behind what comes later."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()

@@ -194,7 +194,8 @@ def test_remains_of_killed_writers_go(tmp_path):
         {"heartbeat": 5, "lock": [], "lease_s": "x"},
     ],
 )
-def test_hostile_records_lead_nowhere(tmp_path, facts):
+def test_hostile_records_lead_nowhere(tmp_path, monkeypatch, facts):
+    monkeypatch.setattr(owner, "watch", lambda url, *rest: pytest.fail(f"it looks at {url}"))
     precious = tmp_path / "precious"
     precious.touch()
     Journal(str(tmp_path / "a/run")).append("take_over", {"owner": facts})

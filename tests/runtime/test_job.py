@@ -74,6 +74,8 @@ def test_the_actors_weights_are_the_default_of_critic_and_reference() -> None:
         ({"model": {"tiny": {"vocab": 12}}}, ["vocabulary of 12"]),
         ({"rollout": {"max_response_tokens": 9000}}, ["rollout.max_response_tokens", "positions"]),
         ({"rollout": {"max_prompt_tokens": 1}}, ["rollout.max_prompt_tokens is 1"]),
+        ({"run_dir": "memory://amber"}, ["run_dir: memory://amber", "several"]),
+        ({"staging": {"root": "memory://amber"}}, ["staging.root: memory://amber", "object store"]),
         ({"reference": {"tiny": {"vocab": 20}}}, ["reference", "vocabulary of 20"]),
     ],
 )

@@ -348,6 +348,15 @@ def test_staged_sets_of_two_runs_are_never_mixed(tmp_path: Path, engine: LocalEn
         assert session.steps.start == 1
 
 
+def test_a_place_that_cannot_be_written_is_refused_at_the_door(tmp_path: Path, engine: LocalEngine) -> None:
+    (tmp_path / "file").write_text("")
+    for tree, field in (({}, "run_dir"), ({"staging": {"root": str(tmp_path / "file" / "state")}}, "staging.root")):
+        run_dir = tmp_path / ("run" if field == "staging.root" else "file/run")
+        with pytest.raises(ValueError, match=rf"^{field}: .* can't be written \(.*\); choose another place\.$"):
+            open_session(run_dir, engine, **tree)
+    assert not (tmp_path / "run").exists()
+
+
 # A start that fails
 
 

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from storage import manifest as manifest_module
-from storage import state
+from storage.byte_reader import LocalBytes
 from storage.manifest import MAX_MANIFEST_BYTES, DamagedState, dump_manifest, parse_manifest
 from storage.state import read_state, verify_state
 from tests.storage.staged_sets import write_small_set
@@ -130,6 +130,31 @@ def test_a_gap_of_rows(tree):
     refuse(change(tree, "shards", tree["shards"][:1]), "gap")
 
 
+def test_a_gap_that_only_all_shards_together_show(tree):
+    for shard in (0, 1):
+        tree = change(tree, "shards", shard, "tensors", "rows", "shape", [13, 10])
+    refuse(tree, "gap at the end")
+
+
+@pytest.mark.parametrize(("start", "what"), [(2, "overlap"), (4, "leave a gap"), (0, "overlap")])
+def test_pieces_moved_in_the_tensor(tree, start, what):
+    """Everything else fits: bytes, keys and sizes."""
+    piece = tree["shards"][1]["tensors"]["rows"]["pieces"][0]
+    moved = {**piece, "starts": [start, 0], "key": f"rows@{start}"}
+    refuse(change(tree, "shards", 1, "tensors", "rows", "pieces", 0, moved), what)
+
+
+def test_a_header_that_would_fill_memory(tree):
+    """Of a file without pieces everything is header; of others, what lies before the first piece."""
+    empty = {**tree["shards"][0], "file": "b.safetensors", "num_bytes": 2**40, "tensors": {}}
+    refuse(change(tree, "shards", lambda old: [*old, empty]), "header of b.safetensors would have 1099511627776 bytes")
+    moved = change(tree, "shards", 0, "num_bytes", lambda old: old + 2**40)
+    for tensor in moved["shards"][0]["tensors"].values():
+        for piece in tensor["pieces"]:
+            piece["bytes"] = [place + 2**40 for place in piece["bytes"]]
+    refuse(moved, "header of actor")
+
+
 def test_a_tensor_of_which_nothing_is_there(tree):
     empty = {"dtype": "F32", "shape": [4], "pieces": []}
     refuse(change(tree, "shards", 0, "tensors", lambda old: {**old, "more": empty}), "gap")
@@ -248,17 +273,11 @@ def test_a_file_over_the_limit_is_not_read(tmp_path, monkeypatch):
     path = tmp_path / "manifest.json"
     with path.open("wb") as file:
         file.truncate(MAX_MANIFEST_BYTES + 1)
-    opened = []
-
-    class Watched(state.open_bytes("/dev/null").__class__):
-        def read_into(self, start, *buffers):
-            opened.append(sum(map(len, buffers)))
-            super().read_into(start, *buffers)
-
-    monkeypatch.setattr(state, "open_bytes", lambda url, **options: Watched(url, **options))
+    reads = []
+    monkeypatch.setattr(LocalBytes, "read_into", lambda self, start, *buffers: reads.append(start))
     with pytest.raises(DamagedState, match=r"above the limit of 67108864 .* is not read"):
         read_state(tmp_path)
-    assert opened == []
+    assert reads == []
     assert len(verify_state(tmp_path)) == 1
 
 

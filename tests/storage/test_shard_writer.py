@@ -16,6 +16,7 @@ from storage.safetensors_header import DTYPES
 from storage.shard_writer import ShardWriter
 from storage.slices import TensorSlice, whole
 from storage.small_files import list_names, read_file
+from storage.urls import open_filesystem
 from tests.storage.staged_sets import GROUP, cut, read_slices, small_cells, small_tensors, take
 
 FILE = "a.safetensors"
@@ -143,6 +144,8 @@ def test_a_part_that_fails_leaves_no_object(s3_url, monkeypatch):
     with pytest.raises(OSError):
         writer.finish_shard()
     assert list_names(s3_url) == []
+    filesystem, _ = open_filesystem(s3_url)
+    assert not filesystem.list_multipart_uploads(s3_url.split("/")[2])  # they are stored, and paid for
     writer.finish_shard()
     assert torch.equal(load(read_file(f"{s3_url}/{FILE}"))["w"], weights)
 

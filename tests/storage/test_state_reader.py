@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from storage import state_reader
 from storage.byte_reader import LocalBytes
-from storage.manifest import DamagedState, Manifest
-from storage.safetensors_header import DTYPES
+from storage.checksums import PieceHash
+from storage.manifest import DamagedState, Manifest, Piece, ShardRecord, TensorMeta
+from storage.safetensors_header import DTYPES, build_header
 from storage.slices import TensorSlice, whole
 from storage.state import commit_state, read_state
 from storage.state_reader import StateReader
+from storage.tensor_bytes import bytes_of
 from tests.storage.staged_sets import (
     GROUP,
     cut,
@@ -102,6 +104,25 @@ def test_two_targets_may_want_the_same_piece(store_url):
     assert torch.equal(one, tensors["rows"][:6])
     assert torch.equal(third, one)
     assert torch.equal(other, tensors["rows"][4:8])
+
+
+def test_a_file_of_another_writer_may_have_any_order(tmp_path):
+    """Half a word of two bytes lies before words of eight, in one block of the buffer."""
+    tensors = {"h": torch.ones(3).bfloat16(), "d": torch.randn(4, dtype=torch.float64)}
+    text, header = build_header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, {})
+    data, pieces = text, []
+    for name, tensor in tensors.items():
+        part, entry = whole(name, tuple(tensor.shape)), header.entries[name]
+        digest = PieceHash(part, part.sizes)
+        digest.update(bytes_of(tensor))
+        data += bytes(bytes_of(tensor))
+        pieces.append(Piece(part, name, entry.start, entry.stop, digest.hexdigest()))
+    (tmp_path / "a.safetensors").write_bytes(data)
+    metas = {"h": TensorMeta("BF16", (3,)), "d": TensorMeta("F64", (4,))}
+    record = ShardRecord(GROUP, "a.safetensors", len(data), header.checksum, metas, tuple(pieces))
+    outs = {"h": torch.zeros(3, dtype=torch.float64), "d": torch.zeros(4)}  # other dtypes, so all goes through it
+    read_slices(str(tmp_path), [record], [(whole(name, tuple(out.shape)), out) for name, out in outs.items()])
+    assert all(torch.equal(out, tensors[name].to(out.dtype)) for name, out in outs.items())
 
 
 def test_records_may_come_in_any_order_twice_and_of_other_groups(tmp_path):

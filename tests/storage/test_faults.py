@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from storage import host_lock, retry
 from storage.errors import describe_error
@@ -18,7 +17,7 @@ from storage.shard_record import DamagedState
 from storage.small_files import list_names, read_file, remove_file, replace_file
 from storage.state import read_state, verify_state
 from tests.services.fault_proxy import Fault, gets, puts, run_fault_proxy
-from tests.storage.staged_sets import read_whole, write_small_set
+from tests.storage.staged_sets import write_small_set
 
 DATA = bytes(range(256)) * 400
 
@@ -199,23 +198,13 @@ def test_a_silent_server_is_given_up(url, proxy, monkeypatch):
     assert [kind for _, _, kind in proxy.requests] == ["silent"] * 4
 
 
-def test_a_set_is_written_and_read_through_faults(url, strike):
-    strike()
-    tensors, manifest = write_small_set(f"{url}/step-00000003-1")
-    strike()
-    assert read_state(f"{url}/step-00000003-1").shards == manifest.shards
-    strike()
-    read = read_whole(f"{url}/step-00000003-1", manifest)
-    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-
-
 @pytest.mark.parametrize("kind", ["error", "reset", "short"])
 @pytest.mark.parametrize("file", ["actor.training-1", "manifest.json"])
 def test_a_set_is_committed_whole_or_not_at_all(url, proxy, kind, file):
     proxy.inject(Fault(kind, count=None, matches=puts(file)))
     with pytest.raises(OSError):
         write_small_set(f"{url}/step-00000003-1")
-    with pytest.raises(DamagedState, match="never committed"):
+    with pytest.raises(DamagedState, match="missing"):
         read_state(f"{url}/step-00000003-1")
     proxy.clear()
     write_small_set(f"{url}/step-00000003-1")  # and what is there stands in nobody's way

@@ -15,6 +15,9 @@ from storage.urls import local_path, open_filesystem
 _RANGE_BYTES = 4 * 2**20  # of one request to an object store; several run at once
 
 
+Run = tuple[int, list[memoryview]]  # where to begin in the file, and what to fill from there on
+
+
 class ByteReader(Protocol):
     """An open file that gives byte ranges; reading from several threads is safe."""
 
@@ -23,6 +26,9 @@ class ByteReader(Protocol):
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
         """Fill the buffers, one after the other, from byte `start` on; OSError when the file is shorter than that."""
+
+    def read_runs(self, runs: Sequence[Run]) -> None:
+        """Do so for several places; an object store is asked for all of them at once."""
 
     def close(self) -> None:
         """Free what is open."""
@@ -66,6 +72,10 @@ class LocalBytes:
             if count:
                 rest[0] = rest[0][count:]
 
+    def read_runs(self, runs: Sequence[Run]) -> None:
+        for start, buffers in runs:
+            self.read_into(start, *buffers)
+
     def close(self) -> None:
         os.close(self.fd)
 
@@ -82,11 +92,17 @@ class RemoteBytes:
         self.size = int(retried(lambda: self.filesystem.size(self.path)))
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
-        length = sum(map(len, buffers))
-        starts = list(range(start, start + length, _RANGE_BYTES))
-        stops = [min(s + _RANGE_BYTES, start + length) for s in starts]
+        self.read_runs([(start, list(buffers))])
+
+    def read_runs(self, runs: Sequence[Run]) -> None:
+        starts: list[int] = []
+        stops: list[int] = []
+        for start, buffers in runs:
+            stop = start + sum(map(len, buffers))
+            starts += range(start, stop, _RANGE_BYTES)
+            stops += [min(first + _RANGE_BYTES, stop) for first in range(start, stop, _RANGE_BYTES)]
         if starts:
-            _scatter(retried(lambda: self._fetch(starts, stops)), buffers)
+            _scatter(retried(lambda: self._fetch(starts, stops)), [buffer for _, buffers in runs for buffer in buffers])
 
     def _fetch(self, starts: list[int], stops: list[int]) -> list[bytes]:
         parts = self.filesystem.cat_ranges([self.path] * len(starts), starts, stops, on_error="raise")

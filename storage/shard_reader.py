@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import xxhash
 from torch import Tensor
 
-from storage.byte_reader import ByteReader, open_bytes
+from storage.byte_reader import ByteReader, Run, open_bytes
 from storage.checksums import PieceHash
 from storage.errors import hide_credentials
 from storage.safetensors_header import DTYPES
@@ -107,7 +107,7 @@ class ShardReader:
         if self._bytes.size != self.record.num_bytes:
             raise damage(self.where, f"it has {self._bytes.size} bytes, but its manifest says {self.record.num_bytes}")
         header = bytearray(self.record.header_bytes)
-        self._read(0, memoryview(header))
+        self._read([(0, [memoryview(header)])])
         if xxhash.xxh3_128_hexdigest(header) != self.record.header_checksum:
             raise damage(self.where, "its header doesn't match its checksum")
         self.header = bytes(header)
@@ -116,7 +116,7 @@ class ShardReader:
         """Read pieces, in the order of their bytes, into their targets, and verify them.
 
         Whole pieces are read; those that lie side by side in one go. Bytes that belong to a target as they are go
-        straight into it, all others through `buffer` (uint8, on the CPU), whose size is also that of one request.
+        straight into it, all others through `buffer` (uint8, on the CPU), whose size is also what is read at a time.
 
         Raises:
             DamagedState: a piece doesn't match its checksum (its bytes may be in the targets already), or the local
@@ -125,7 +125,7 @@ class ShardReader:
         """
         digest: PieceHash | None = None
         for segments in _batches(reads, buffer):
-            self._read(segments[0].start, *(segment.memory for segment in segments))
+            self._read(_runs_of(segments))
             for segment in segments:
                 piece = segment.read.piece
                 if digest is None:
@@ -145,28 +145,27 @@ class ShardReader:
                 "doesn't match its checksum",
             )
 
-    def _read(self, start: int, *buffers: memoryview) -> None:
+    def _read(self, runs: Sequence[Run]) -> None:
         try:
-            self._bytes.read_into(start, *buffers)
+            self._bytes.read_runs(runs)
         except OSError as error:
             if not self._bytes.is_local or error.errno != errno.EIO:
                 raise
-            raise damage(self.where, f"it can't be read from byte {start} on") from error
+            raise damage(self.where, f"it can't be read at or behind byte {runs[0][0]}") from error
 
     def close(self) -> None:
         self._bytes.close()
 
 
 def _batches(reads: Sequence[PieceRead], buffer: Tensor) -> Iterator[list[_Segment]]:
-    """Yield segments that lie side by side in the file, in batches of at most the buffer's size."""
+    """Yield segments in batches of at most the buffer's size."""
     limit = buffer.numel()
     batch: list[_Segment] = []
     used = 0
     for read in reads:
         for start, length, held in _cuts(read, limit):
             used = -(-used // 8) * 8  # so that every element of the buffer is aligned
-            adjacent = bool(batch) and batch[-1].start + len(batch[-1].memory) == start
-            if batch and (not adjacent or used + length > limit or len(batch) == _MAX_SEGMENTS):
+            if batch and (used + length > limit or len(batch) == _MAX_SEGMENTS):
                 yield batch
                 batch, used = [], 0
             if isinstance(held, TensorSlice):
@@ -177,6 +176,18 @@ def _batches(reads: Sequence[PieceRead], buffer: Tensor) -> Iterator[list[_Segme
             used += length
     if batch:
         yield batch
+
+
+def _runs_of(segments: Sequence[_Segment]) -> list[Run]:
+    """Return the places of segments in their file, those that lie side by side as one."""
+    runs: list[Run] = []
+    position = -1
+    for segment in segments:
+        if segment.start != position:
+            runs.append((segment.start, []))
+        runs[-1][1].append(segment.memory)
+        position = segment.start + len(segment.memory)
+    return runs
 
 
 def _cuts(read: PieceRead, limit: int) -> Iterator[tuple[int, int, memoryview | TensorSlice]]:

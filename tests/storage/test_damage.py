@@ -164,5 +164,5 @@ def test_reading_what_the_disk_cannot_give(folder, monkeypatch):
 
     manifest = read_state(folder)
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(DamagedState, match="can't be read from byte"):
+    with pytest.raises(DamagedState, match="can't be read at or behind byte"):
         read_slices(str(folder), manifest.shards, [(whole("rows", (12, 10)), torch.zeros(12, 10))])

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,26 @@ def test_only_the_bytes_of_wanted_pieces_are_read(tmp_path, monkeypatch):
     reads.clear()
     read_slices(str(tmp_path), manifest.shards[:1], [(TensorSlice("rows", (0, 0), (3, 10)), out)])
     assert len([start for start, _ in reads if not start]) == 1  # the other shard wasn't even opened
+
+
+def test_an_object_store_is_asked_at_once_and_for_nothing_else(tmp_path, monkeypatch):
+    url = f"memory://{tmp_path.name}"
+    tensors = {"w": torch.randn(12, 10)}
+    (record,) = write_shards(url, tensors, cut("w", (12, 10), 0, (2, 4, 8)), num_shards=1)
+    asked = []
+    cat_ranges = MemoryFileSystem.cat_ranges
+
+    def watch(self, paths, starts, ends, **options):
+        asked.append([stop - start for start, stop in zip(starts, ends, strict=True)])
+        return cat_ranges(self, paths, starts, ends, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_ranges", watch)
+    first, rest = torch.zeros(2, 10), torch.zeros(8, 10, dtype=torch.float64)
+    wanted = [(TensorSlice("w", (0, 0), (2, 10)), first), (TensorSlice("w", (4, 0), (8, 10)), rest)]
+    read_slices(url, [record], wanted, threads=1)
+    assert asked == [[record.header_bytes], [2 * 40, 8 * 40]]  # the last two pieces lie side by side
+    assert torch.equal(first, tensors["w"][:2])
+    assert torch.equal(rest, tensors["w"][4:].double())
 
 
 def test_pieces_go_straight_into_tensors_that_hold_them_in_order(tmp_path, monkeypatch):

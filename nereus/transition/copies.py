@@ -70,7 +70,8 @@ def _divide(
     pieces: dict[str, list[tuple[TensorSlice, bool]]] = {}
     for holding in holdings(spec, old.layout):
         pieces.setdefault(holding.slice.name, []).append((holding.slice, rank in holding.holders))
-    here, away = [], []
+    here: list[TensorSlice] = []
+    away: list[TensorSlice] = []
     for whole in wanted:
         for piece, is_held in pieces[whole.name]:
             part = whole.intersect(piece)

@@ -106,3 +106,9 @@ class TransitionGraph:
     def bytes(self) -> int:
         """Bytes that travel, on both transports."""
         return sum(primitive.bytes for primitive in self.primitives)
+
+    def validate(self) -> None:
+        """Raise AssertionError where a promise of the graph is broken, see `nereus.transition.walk.check_graph`."""
+        from nereus.transition.walk import check_graph
+
+        check_graph(self)

@@ -1,0 +1,141 @@
+"""What one primitive needs: whom it reads, and its memory on every device, beside all others or in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from nereus.emu import Emu
+from nereus.layout import Layout
+from nereus.transition.draft import Draft
+from nereus.transition.local import TRAINING, Transfer
+from nereus.transition.memory import TransitionMemory
+from nereus.transition.primitives import Kind, Reservation
+from nereus.transition.sources import Source
+from nereus.transition.stage_state import StageState
+
+# A draft, with the source that it copies from where there was a choice.
+Found = tuple[Draft, Source | None]
+
+
+class Drafting:
+    """Makes drafts from how far the model-stages have come; changes nothing."""
+
+    def __init__(self, memory: TransitionMemory, stages: Mapping[str, StageState]) -> None:
+        self._memory, self._stages = memory, stages
+        self._tables: dict[tuple[str, Layout | None, Layout], list[list[int]]] = {}
+
+    def beside(self, stage: StageState, index: int, without: Collection[int] = ()) -> Found | None:
+        """Return the primitive that makes a transfer's units while all others stay; None where nothing live can.
+
+        Args:
+            without: numbers of old units of the model-stage that will be gone.
+        """
+        transfer = stage.change.transfers[index]
+        near = tuple(stage.change.old[n] for n in transfer.overlaps if n in stage.alive and n not in without)
+        if stage.is_staged:
+            return self._restore(stage, transfer, near), None
+        reads, source = near, None
+        trained = self._trained_units(transfer) if stage.is_derived else ()
+        if trained and self._lacks(stage, transfer, trained) < self._lacks(stage, transfer, near):
+            reads = trained
+        if not reads:
+            source = self._source(stage, transfer, [stage.change.old[number] for number in without])
+            if source is None:
+                return None
+            reads = (source.unit,)
+        draft = Draft(transfer.kind, stage.name, reads=reads, makes=transfer.makes, transport="direct")
+        self._fill(stage, draft)
+        self._add_send_buffers(draft)
+        return draft, source
+
+    def in_place(self, stage: StageState, indexes: list[int], numbers: list[int]) -> Draft:
+        """Return the primitive that makes the units of some transfers chunk by chunk, while old ones are freed."""
+        change = stage.change
+        transfers = [change.transfers[index] for index in indexes]
+        old, makes = tuple(change.old[n] for n in numbers), tuple(unit for t in transfers for unit in t.makes)
+        several: Kind = "move" if change.old_layout == change.new_layout else "reshard"
+        kind = transfers[0].kind if len(transfers) == 1 else several
+        draft = Draft(kind, stage.name, reads=old, makes=makes, frees=old, transport="direct")
+        self._fill(stage, draft)
+        new_rank, old_rank = _ranks(makes), _ranks(old)
+        for device in {**new_rank, **old_rank}:
+            if device in draft.shares:
+                continue
+            is_freed = device in old_rank and device not in stage.passed
+            before = (change.old_layout, old_rank[device]) if is_freed else None
+            after = (change.new_layout, new_rank[device]) if device in new_rank else None
+            beside = draft.memory.get(device, Reservation(0, 0))
+            held = beside.held - (stage.held_old[old_rank[device]] if is_freed else 0)
+            peak = self._memory.in_place_peak(stage.name, before, after)
+            draft.memory[device] = Reservation(peak + beside.peak - beside.held, held)
+        self._add_send_buffers(draft)
+        return draft
+
+    def _restore(self, stage: StageState, transfer: Transfer, near: tuple[Emu, ...]) -> Draft:
+        draft = Draft("restore", stage.name, reads=near, makes=transfer.makes, transport="staged")
+        writer = self._stages[TRAINING].writer if stage.is_derived else stage.writer
+        draft.streams = (writer,) if writer is not None else ()
+        self._fill(stage, draft)
+        return draft
+
+    def _fill(self, stage: StageState, draft: Draft) -> None:
+        """Add to a draft what its new units need on their devices: what they hold, and buffers for what comes."""
+        memory = self._memory
+        most = memory.restore_buffer_bytes if draft.kind == "restore" else memory.transfer_buffer_bytes
+        layout = draft.makes[0].layout
+        ranks = _ranks(draft.reads)
+        wanted = self._table(stage.name, None, layout)[0]
+        lacking = self._table(stage.name, draft.reads[0].layout, layout) if draft.reads else []
+        may_share = bool(draft.reads) and (draft.reads[0].model_stage, draft.reads[0].layout) == (stage.name, layout)
+        shares = []
+        for unit in draft.makes:
+            for rank, device in enumerate(unit.devices):
+                old = ranks.get(device)
+                if may_share and old == rank:
+                    shares.append(device)
+                    continue
+                count = wanted[rank] if old is None else lacking[old][rank]
+                draft.bytes += count
+                draft.memory[device] = Reservation(stage.held_new[rank] + min(count, most), stage.held_new[rank])
+        draft.shares = tuple(shares)
+
+    def _add_send_buffers(self, draft: Draft) -> None:
+        buffer = min(draft.bytes, self._memory.transfer_buffer_bytes)
+        for unit in draft.reads if buffer else ():
+            for device in unit.devices:
+                peak, held = draft.memory.get(device, (0, 0))
+                draft.memory[device] = Reservation(peak + buffer, held)
+
+    def _table(self, name: str, source: Layout | None, target: Layout) -> list[list[int]]:
+        """Return by source rank (one row for none) and target rank the bytes that the target rank lacks."""
+        key = (name, source, target)
+        if key not in self._tables:
+            if source is None:
+                self._tables[key] = [self._memory.wanted(name, target).tolist()]
+            else:
+                self._tables[key] = self._memory.lacking(name, source, target).tolist()
+        return self._tables[key]
+
+    def _source(self, stage: StageState, transfer: Transfer, without: Collection[Emu]) -> Source | None:
+        source = stage.sources.find(transfer.makes[0], stage.is_live, without)
+        if source is None and stage.is_derived:
+            training = self._stages[TRAINING]
+            source = training.sources.find(transfer.makes[0], training.is_live)
+        return source
+
+    def _trained_units(self, transfer: Transfer) -> tuple[Emu, ...]:
+        """Return the actor's live old training units that share devices with a transfer."""
+        training = self._stages[TRAINING]
+        numbers = {training.number_at(device) for unit in transfer.makes for device in unit.devices}
+        return tuple(training.change.old[number] for number in sorted(n for n in numbers if n is not None))
+
+    def _lacks(self, stage: StageState, transfer: Transfer, reads: tuple[Emu, ...]) -> int:
+        """Return the bytes that would come from elsewhere if some units filled a transfer."""
+        draft = Draft(transfer.kind, stage.name, reads=reads, makes=transfer.makes)
+        self._fill(stage, draft)
+        return draft.bytes
+
+
+def _ranks(units: Collection[Emu]) -> dict[int, int]:
+    """Return by device its rank."""
+    return {device: rank for unit in units for rank, device in enumerate(unit.devices)}

@@ -1,0 +1,250 @@
+"""The global graph of a transition: from two plans and the memory of the devices to primitives with all their edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Literal
+
+from nereus.layout import Layout
+from nereus.plan import Plan, StagePlan, stage_of
+from nereus.transition.assign import NodeOf, assign_ranks, one_node
+from nereus.transition.draft import Draft, add_resource_edges
+from nereus.transition.local import GENERATION, stage_changes
+from nereus.transition.memory import TransitionMemory, resident_bytes
+from nereus.transition.order import DeadEnd, SerialOrder
+from nereus.transition.primitives import Reservation, TransitionGraph
+from nereus.transition.stage_state import StageState
+
+# Whether the state of this boundary is in storage: not at all, on its way, or committed.
+StagedSet = Literal["none", "pending", "committed"]
+Price = Callable[[TransitionGraph], float]
+
+
+class InfeasibleTransition(ValueError):
+    """No order of primitives stays within the memory of the devices; says on which one, and by how much."""
+
+
+def plan_transition(
+    current: Plan,
+    target: Plan,
+    memory: TransitionMemory,
+    *,
+    transport: Literal["auto", "direct", "staged"] = "auto",
+    staged_set: StagedSet = "none",
+    lost: Collection[int] = frozenset(),
+    node_of: NodeOf = one_node,
+    price: Price | None = None,
+) -> TransitionGraph:
+    """Return the graph that leads from one plan to another.
+
+    Args:
+        target: a legal plan that fits; its devices may come out in another rank order.
+        transport: "auto" moves directly what memory lets it, unless `price` says that storage is faster.
+        staged_set: whether storage has the state of this boundary; else a staged transport writes it first.
+        lost: devices of the current plan whose memory is gone.
+        node_of: devices change places with others of their node only.
+        price: seconds of a graph.
+
+    Raises:
+        InfeasibleTransition: memory lacks during the move ("direct"), or at its end; or state has no live copy.
+        ValueError: a plan names a device that `memory` doesn't know.
+    """
+    check_devices(current, target, memory, lost)
+    target = assign_devices(current, target, memory, lost, node_of)
+    build = _Build(current, target, memory, staged_set, frozenset(lost), node_of)
+    everything = frozenset(target)
+    if transport == "staged":
+        return build.graph(everything)
+    if transport == "direct":
+        return build.graph(frozenset())
+    first = build.escalated(frozenset())
+    if price is None or not first.primitives:
+        return first
+    staged = build.graph(everything)
+    options = [first, staged]
+    mixed = _faster_staged(first, staged, price)
+    if mixed and mixed < everything:
+        options.append(build.escalated(mixed))
+    return min(options, key=price)
+
+
+def check_devices(current: Plan, target: Plan, memory: TransitionMemory, lost: Collection[int]) -> None:
+    """Raise ValueError when a plan names a device that isn't there."""
+    for plan, what in ((current, "the current plan"), (target, "the new plan")):
+        for device in plan.devices:
+            if device not in memory.usable_bytes and (plan is target or device not in lost):
+                known = ", ".join(map(str, sorted(memory.usable_bytes)))
+                raise ValueError(
+                    f"{what} names device {device}, but there are only {known}; name devices that are there."
+                )
+    gone = sorted(set(lost).intersection(target.devices))
+    if gone:
+        raise ValueError(f"the new plan names device {gone[0]}, which is lost; leave it out.")
+
+
+def assign_devices(
+    current: Plan, target: Plan, memory: TransitionMemory, lost: Collection[int], node_of: NodeOf
+) -> Plan:
+    """Return the target with each model-stage's devices in the order that moves least, as far as its steps then fit."""
+    stages: dict[str, StagePlan] = {}
+    for name, stage in target.items():
+        old = current[name]
+        live = [replica for replica in old.replicas if not lost or set(lost).isdisjoint(replica)]
+        if live:
+            old = replace(old, dp=len(live), devices=tuple(device for replica in live for device in replica))
+            stages[name] = assign_ranks(old, stage, memory.specs[name], node_of)
+    best = Plan.of({**dict(target.items()), **stages})
+    if best == target or memory.takes(best):
+        return best
+    for name, stage in stages.items():
+        changed = target.with_stage(name, devices=stage.devices)
+        if memory.takes(changed):
+            target = changed
+    return target
+
+
+class _Build:
+    """One pair of plans, tried with more and more model-stages through storage."""
+
+    def __init__(
+        self,
+        current: Plan,
+        target: Plan,
+        memory: TransitionMemory,
+        staged_set: StagedSet,
+        lost: frozenset[int],
+        node_of: NodeOf,
+    ) -> None:
+        self._current, self._target, self._memory = current, target, memory
+        self._is_pending, self._node_of = staged_set == "pending", node_of
+        self._changes = stage_changes(current, target, lost)
+        frozen = {name for name in target if stage_of(name) == "inference"}
+        self._recoverable = frozenset(target) if staged_set == "committed" else frozenset(frozen)
+        devices = sorted({*current.devices, *target.devices}.difference(lost))
+        held = resident_bytes(current, memory, [*devices, *lost])
+        self._free = {device: memory.usable_bytes[device] - held[device] for device in devices}
+
+    def graph(self, staged: frozenset[str]) -> TransitionGraph:
+        """Return the graph with just these model-stages through storage.
+
+        Raises:
+            InfeasibleTransition: there is none.
+        """
+        try:
+            return self._try(staged)
+        except DeadEnd as dead_end:
+            raise self._infeasible(dead_end, staged) from None
+
+    def escalated(self, staged: frozenset[str]) -> TransitionGraph:
+        """Return the graph with these model-stages through storage, and more where memory asks for it."""
+        while True:
+            try:
+                return self._try(staged)
+            except DeadEnd as dead_end:
+                more = self._next_staged(dead_end, staged)
+                if more is None:
+                    raise self._infeasible(dead_end, staged) from None
+                staged = staged | {more}
+
+    def _try(self, staged: frozenset[str]) -> TransitionGraph:
+        for release_first in (False, True):
+            order = SerialOrder(
+                self._changes,
+                self._memory,
+                self._free,
+                staged=staged,
+                recoverable=self._recoverable,
+                node_of=self._node_of,
+            )
+            try:
+                order.run(release_first=release_first)
+            except DeadEnd:
+                if release_first:
+                    raise
+            else:
+                return self._finish(order)
+        raise AssertionError("unreachable")
+
+    def _finish(self, order: SerialOrder) -> TransitionGraph:
+        drafts = order.drafts
+        add_resource_edges(drafts, self._free)
+        for draft in drafts:
+            if draft.kind == "stage" and self._is_pending:
+                draft.bytes = 0
+        drafts = drafts + [draft for draft in map(_after_commit, order.stages.values()) if draft is not None]
+        return TransitionGraph(
+            current=self._current,
+            target=self._target,
+            primitives=tuple(draft.final() for draft in drafts),
+            kept=tuple(unit for change in self._changes for unit in change.kept),
+            free_bytes=self._free,
+            recoverable=self._recoverable,
+        )
+
+    def _next_staged(self, dead_end: DeadEnd, staged: frozenset[str]) -> str | None:
+        """Return the model-stage that goes through storage next: one in the way, what storage has first, then small."""
+        left = [change for change in self._changes if change.model_stage not in staged and change.transfers]
+        # What generation holds can be had from training at any time: storage gains nothing.
+        left = [change for change in left if change.model_stage != GENERATION or dead_end.device < 0] or left
+        in_the_way = [change for change in left if change.model_stage in dead_end.holders] or left
+
+        def written(name: str) -> int:
+            return 0 if name in self._recoverable else int(self._memory.wanted(name, Layout())[0])
+
+        return min((change.model_stage for change in in_the_way), key=lambda name: (written(name), name), default=None)
+
+    def _infeasible(self, dead_end: DeadEnd, staged: frozenset[str]) -> InfeasibleTransition:
+        name, device = dead_end.model_stage, dead_end.device
+        if device < 0:
+            return InfeasibleTransition(
+                f"no replica of {name} is whole on the devices that are left, and no commit of this boundary holds its "
+                "state; resume from the last commit."
+            )
+        usable = self._memory.usable_bytes[device]
+        numbers = (
+            f"making {name} takes {_size(dead_end.need_bytes)} on device {device}, where {_size(dead_end.free_bytes)} "
+            f"of the {_size(usable)} for model-stages can be free by then"
+        )
+        if staged >= set(self._target):
+            return InfeasibleTransition(f"the new plan doesn't fit: {numbers}; use more tp or pp, or more devices.")
+        return InfeasibleTransition(
+            f"transport: direct can't carry this transition: {numbers}, since other state must stay live until it is "
+            "copied; use transport: auto or staged, or a plan that leaves more room."
+        )
+
+
+def _after_commit(stage: StageState) -> Draft | None:
+    """Return the primitive that frees what was kept of a model-stage's old units."""
+    left = sorted(stage.alive)
+    if not left:
+        return None
+    draft = Draft("destroy", stage.name, id=stage.next_id("destroy"), after_commit=True)
+    draft.frees = tuple(stage.change.old[number] for number in left)
+    draft.memory = {d: Reservation(0, -num_bytes) for n in left for d, num_bytes in stage.freed_by(n)}
+    return draft
+
+
+def _faster_staged(direct: TransitionGraph, staged: TransitionGraph, price: Price) -> frozenset[str]:
+    """Return the model-stages that are faster through storage, each on its own."""
+    return frozenset(name for name in direct.target if price(_only(staged, name)) < price(_only(direct, name)))
+
+
+def _only(graph: TransitionGraph, name: str) -> TransitionGraph:
+    """Return what of a graph concerns one model-stage."""
+    own = {primitive.id for primitive in graph.primitives if primitive.model_stage == name}
+    primitives = (
+        replace(
+            primitive,
+            depends_on=tuple(id for id in primitive.depends_on if id in own),
+            streams=tuple(id for id in primitive.streams if id in own),
+        )
+        for primitive in graph.primitives
+        if primitive.id in own
+    )
+    return replace(graph, primitives=tuple(primitives))
+
+
+def _size(num_bytes: int) -> str:
+    unit, name = (2**30, "GiB") if abs(num_bytes) >= 2**29 else (2**20, "MiB") if abs(num_bytes) >= 2**19 else (1, "B")
+    return f"{num_bytes / unit:.2f} {name}" if unit > 1 else f"{num_bytes} B"

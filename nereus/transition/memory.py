@@ -1,0 +1,164 @@
+"""Bytes of a transition: what units hold, what a conversion in place needs at its worst moment, and what devices allow.
+
+Units hold at the boundary between steps exactly what the memory model calls resident; no phase runs meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from nereus.cost.activations import COMPUTE_BYTES, lifted_bytes
+from nereus.cost.memory import USABLE_SHARE, fits
+from nereus.cost.rank_memory import Precision, Workload, estimate_rank
+from nereus.layout import Layout, stages_of, tensor_slices
+from nereus.limits import RESTORE_BUFFER_BYTES
+from nereus.model.spec import ModelSpec, tensors
+from nereus.plan import Plan, StagePlan, stage_of
+from nereus.transition.overlap import common_elements, held_elements
+from nereus.transition.primitives import TRANSFER_BUFFER_BYTES
+
+
+@dataclass(frozen=True)
+class TransitionMemory:
+    """What is needed to know the bytes of any primitive.
+
+    Attributes:
+        usable_bytes: by device id, what units and buffers may hold in all: the cap less what the worker itself needs.
+        admits: whether a plan also fits while its steps run; asked of rank orders that nobody has checked yet.
+        transfer_buffer_bytes: most bytes of buckets that a device has in one primitive, to send and to receive each.
+        restore_buffer_bytes: most bytes that the reader of staged state holds beside the tensors that it fills.
+    """
+
+    specs: Mapping[str, ModelSpec]
+    workload: Workload
+    precision: Precision
+    usable_bytes: Mapping[int, int]
+    admits: Callable[[Plan], bool] = lambda plan: True
+    transfer_buffer_bytes: int = TRANSFER_BUFFER_BYTES
+    restore_buffer_bytes: int = RESTORE_BUFFER_BYTES
+
+    @classmethod
+    def of(
+        cls,
+        specs: Mapping[str, ModelSpec],
+        workload: Workload,
+        precision: Precision,
+        capacities: Mapping[int, int],
+    ) -> TransitionMemory:
+        """Return what the memory model allows: 90% of each device, less workspace and the staging writer's buffers.
+
+        Args:
+            capacities: bytes by device id, of all devices of both plans.
+        """
+        fixed = workload.workspace_bytes + workload.staging_buffer_bytes
+        usable = {device: int(USABLE_SHARE * capacity) - fixed for device, capacity in capacities.items()}
+        return cls(specs, workload, precision, usable, lambda plan: fits(plan, specs, workload, precision, capacities))
+
+    def takes(self, plan: Plan) -> bool:
+        """Return whether a plan's units can be made one after the other where nothing else is, and its steps fit."""
+        buffers = self.restore_buffer_bytes + self.transfer_buffer_bytes
+        held = resident_bytes(plan, self, plan.devices)
+        fits_beside = all(count + buffers <= self.usable_bytes[device] for device, count in held.items())
+        return fits_beside and self.admits(plan)
+
+    def element_bytes(self, model_stage: str) -> int:
+        """Return the bytes of an element's state that travel: master and moments, or the parameter to compute with."""
+        if stage_of(model_stage) == "training":
+            return 3 * lifted_bytes(self.precision)
+        return COMPUTE_BYTES[self.precision]
+
+    def held(self, model_stage: str, layout: Layout) -> tuple[int, ...]:
+        """Return by rank the bytes that a unit holds."""
+        return _held(model_stage, self.specs[model_stage], layout, self.workload, self.precision)
+
+    def lacking(self, model_stage: str, source: Layout, target: Layout) -> np.ndarray:
+        """Return int64 [source.size, target.size]: bytes that a target rank lacks where a source rank is."""
+        spec = self.specs[model_stage]
+        held, common = held_elements(spec, target), common_elements(spec, source, target)
+        return (held[None, :] - common) * self.element_bytes(model_stage)
+
+    def wanted(self, model_stage: str, layout: Layout) -> np.ndarray:
+        """Return int64 [layout.size]: the bytes that fill a rank which starts from nothing."""
+        return held_elements(self.specs[model_stage], layout) * self.element_bytes(model_stage)
+
+    def in_place_peak(self, model_stage: str, old: tuple[Layout, int] | None, new: tuple[Layout, int] | None) -> int:
+        """Return the most bytes above what is held at the start while a device's old rank becomes its new one.
+
+        Chunk by chunk: the new tensors of a chunk are made, then the old ones are freed. Either side may be None.
+        """
+        spec, key = self.specs[model_stage], (model_stage, self.workload, self.precision)
+        return _in_place_peak(spec, key, old, new)
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    model_stage: str, spec: ModelSpec, layout: Layout, workload: Workload, precision: Precision
+) -> tuple[int, ...]:
+    stage = StagePlan(1, layout, (), 1)
+    ranks = (estimate_rank(model_stage, stage, spec, rank, workload, precision) for rank in range(layout.size))
+    return tuple(sum(rank.resident.values()) for rank in ranks)
+
+
+@lru_cache(maxsize=1024)
+def chunk_elements(spec: ModelSpec, layout: Layout) -> np.ndarray:
+    """Return int64 [layout.size, layers + 3]: elements by rank and chunk: embedding, each layer, norm, head."""
+    numbers = {"embed": 0, "norm": spec.layers + 1, "head": spec.layers + 2}
+    table = np.zeros((layout.size, spec.layers + 3), dtype=np.int64)
+    first_layer = [info for info in tensors(spec).values() if info.place == 0]
+    layer = np.sum([_by_tp_rank(info, layout.tp) for info in first_layer], axis=0)
+    one = {info.place: info for info in tensors(spec).values() if isinstance(info.place, int)}
+    for number in range(spec.layers):
+        for stage in stages_of(spec, layout, one[number]):
+            table[stage * layout.tp : (stage + 1) * layout.tp, number + 1] = layer
+    for info in tensors(spec).values():
+        if not isinstance(info.place, int):
+            for stage in stages_of(spec, layout, info):
+                table[stage * layout.tp : (stage + 1) * layout.tp, numbers[info.place]] += _by_tp_rank(info, layout.tp)
+    table.setflags(write=False)
+    return table
+
+
+def _by_tp_rank(info: object, tp: int) -> np.ndarray:
+    parts = tensor_slices(info, tp)  # type: ignore[arg-type]
+    return np.array([parts[rank if len(parts) > 1 else 0].num_elements for rank in range(tp)])
+
+
+@lru_cache(maxsize=65536)
+def _in_place_peak(
+    spec: ModelSpec,
+    key: tuple[str, Workload, Precision],
+    old: tuple[Layout, int] | None,
+    new: tuple[Layout, int] | None,
+) -> int:
+    """Sum over chunks; what isn't in any (fragmentation of the heap) comes with the first and goes with the last."""
+    model_stage, workload, precision = key
+
+    def chunks(side: tuple[Layout, int] | None, rest_at: int) -> np.ndarray:
+        if side is None:
+            return np.zeros(spec.layers + 3, dtype=np.int64)
+        layout, rank = side
+        elements = chunk_elements(spec, layout)[rank]
+        held = _held(model_stage, spec, layout, workload, precision)[rank]
+        per_element = held // int(elements.sum()) if elements.sum() else 0
+        made = elements * per_element
+        made[rest_at] += held - int(made.sum())
+        return made
+
+    made, freed = chunks(new, 0), chunks(old, -1)
+    above = np.cumsum(made) - np.concatenate([[0], np.cumsum(freed)[:-1]])
+    return max(0, int(above.max()))
+
+
+def resident_bytes(plan: Plan, memory: TransitionMemory, devices: Iterable[int]) -> dict[int, int]:
+    """Return by device the bytes that the units of a plan hold."""
+    total = dict.fromkeys(devices, 0)
+    for name, stage in plan.items():
+        held = memory.held(name, stage.layout)
+        size = stage.layout.size
+        for index, device in enumerate(stage.devices):
+            total[device] += held[index % size]
+    return total

@@ -1,0 +1,83 @@
+"""From which live unit a new one is copied: the one that is free first, near ones preferred; copies are copied too.
+
+A unit that was copied a moment ago can be copied from as well, so one unit becomes n in about log2(n) rounds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from nereus.emu import Emu
+from nereus.transition.assign import NodeOf
+
+# What a copy takes, inside a node and to another one: only their ratio matters, and only for this choice.
+_NEAR, _FAR = 1, 4
+_EVERYWHERE = -1
+
+
+@dataclass
+class Source:
+    """A live unit, the primitive that made it ("": it was there), and when it would be free to send again."""
+
+    unit: Emu
+    maker: str
+    available: int
+
+
+class Sources:
+    """The live units of one model-stage."""
+
+    def __init__(self, node_of: NodeOf) -> None:
+        self._node_of = node_of
+        self._number = itertools.count()
+        # By node of a unit's first device, and of all: (available, number, source); entries may be stale.
+        self._heaps: dict[int, list[tuple[int, int, Source]]] = {}
+        self._makers: dict[int, str] = {}
+        self._units: list[Emu] = []  # keeps them alive, and with them their identity
+
+    def add(self, unit: Emu, maker: str = "", available: int = 0) -> None:
+        self._units.append(unit)
+        self._makers[id(unit)] = maker
+        self._push(Source(unit, maker, available))
+
+    def maker_of(self, unit: Emu) -> str:
+        """Return the id of the primitive that made a unit, "" for one that was there before."""
+        return self._makers[id(unit)]
+
+    def find(self, target: Emu, is_live: Callable[[Emu], bool], without: Collection[Emu] = ()) -> Source | None:
+        """Return the source for a new unit, or None when there is none."""
+        far = self._first(_EVERYWHERE, is_live, without)
+        near = self._first(self._node_of(target.devices[0]), is_live, without)
+        if near is not None and far is not None and near.available + _NEAR <= far.available + _FAR:
+            return near
+        return far
+
+    def use(self, source: Source, target: Emu) -> int:
+        """Let a source send a copy; return when it is done."""
+        is_near = self._node_of(source.unit.devices[0]) == self._node_of(target.devices[0])
+        source.available += _NEAR if is_near else _FAR
+        self._push(source)
+        return source.available
+
+    def _push(self, source: Source) -> None:
+        entry = (source.available, next(self._number), source)
+        for node in (_EVERYWHERE, self._node_of(source.unit.devices[0])):
+            heapq.heappush(self._heaps.setdefault(node, []), entry)
+
+    def _first(self, node: int, is_live: Callable[[Emu], bool], without: Collection[Emu]) -> Source | None:
+        heap = self._heaps.get(node, [])
+        put_back, found = [], None
+        while heap and found is None:
+            available, _, source = heap[0]
+            if available != source.available or not is_live(source.unit):
+                heapq.heappop(heap)
+            elif source.unit in without:
+                put_back.append(heapq.heappop(heap))
+            else:
+                found = source
+        for entry in put_back:
+            heapq.heappush(heap, entry)
+        return found

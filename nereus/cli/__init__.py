@@ -4,6 +4,7 @@ import signal
 import sys
 
 # Each of these files adds its commands to the app; the order here is that of `nereus --help`.
+import nereus.cli.plan
 import nereus.cli.run
 import nereus.cli.simulate
 import nereus.cli.state  # noqa: F401

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from storage.errors import describe_error, hide_credentials
+from storage.errors import hide_credentials
 from storage.journal import Entry
 from storage.manifest import MANIFEST_NAME, DamagedState, Manifest
 from storage.retention import being_read
 from storage.small_files import file_exists, list_names
 from storage.state import read_state
 from storage.urls import join_url, open_filesystem
+from storage.writable import describe_access
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,4 @@ def look_into(url: str) -> set[str]:
             raise NotADirectoryError("it is a file")
         return set(list_names(url))
     except Exception as error:  # every store has errors of its own
-        raise ValueError(
-            f"{hide_credentials(url)} can't be read ({describe_error(error)}); check the place."
-        ) from error
+        raise ValueError(f"{hide_credentials(url)} can't be read {describe_access(error)}.") from error

@@ -11,9 +11,10 @@ from typing import Any
 from nereus.config import ConfigError, RunConfig, build_config, override_config
 from nereus.identity import compute_identity
 from nereus.runtime.job import prepare_job
-from storage.errors import describe_error, hide_credentials
+from storage.errors import hide_credentials
 from storage.journal import DamagedJournal, Entry, Journal
 from storage.urls import local_path
+from storage.writable import check_writable, describe_access
 
 __all__ = ["RecordedRun", "check_resumable", "check_resume", "compute_identity", "fit_plan", "read_recorded",
            "staging_root"]  # fmt: skip
@@ -58,7 +59,7 @@ def read_recorded(run_dir: str) -> RecordedRun:
     except DamagedJournal:
         raise
     except Exception as error:  # every store has errors of its own
-        raise ValueError(f"RUN_DIR {where} can't be read ({describe_error(error)}); check the access.") from error
+        raise ValueError(f"RUN_DIR {where} can't be read {describe_access(error)}.") from error
     newest = next((entry for entry in reversed(entries) if entry.kind == "take_over"), None)
     if newest is None:
         raise ValueError(f"RUN_DIR {where} holds no run (its journal is empty); give the directory of a run.")
@@ -228,6 +229,7 @@ def check_resumable(run_dir: str, overrides: Iterable[str]) -> RunConfig:
     run = read_recorded(run_dir)
     config = override_config(run.config, overrides)
     check_resume(run.config, run.identity, config, compute_identity(config))
+    check_writable(run_dir, field="RUN_DIR")
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the run itself warns
     try:

@@ -45,7 +45,12 @@ def check_writable(url: str | os.PathLike[str], *, field: str = "run_dir") -> No
             _probe_store(os.fspath(url))
     except Exception as error:  # every store has errors of its own
         where = hide_credentials(os.fspath(url))
-        raise ValueError(f"{field}: {where} can't be written ({_what(error)}); {_mend(error)}.") from error
+        raise ValueError(f"{field}: {where} can't be written {describe_access(error)}.") from error
+
+
+def describe_access(error: Exception) -> str:
+    """Return what keeps us from a place and what the user can do, as `(WHAT); MEND`, without credentials."""
+    return f"({_what(error)}); {_mend(error)}"
 
 
 def _probe_folder(path: str) -> None:

@@ -132,7 +132,7 @@ def test_what_is_neither_run_nor_state(tmp_path: Path):
     for place, message in [
         (str(tmp_path), "holds neither a run nor committed state (no manifest.json)"),
         (str(tmp_path / "nowhere"), "holds neither a run nor committed state"),
-        (str(tmp_path / "file"), "can't be read (it is a file)"),
+        (str(tmp_path / "file"), "can't be read (it is, or lies in, a file)"),
         ("nosuch://bucket/run", "can't be read (Protocol not known: nosuch)"),
     ]:
         with pytest.raises(ValueError) as caught:

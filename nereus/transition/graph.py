@@ -11,7 +11,7 @@ from nereus.plan import Plan, StagePlan, stage_of
 from nereus.transition.assign import NodeOf, assign_ranks, one_node
 from nereus.transition.draft import Draft, add_resource_edges
 from nereus.transition.local import GENERATION, stage_changes
-from nereus.transition.memory import TransitionMemory, resident_bytes
+from nereus.transition.memory import TransitionMemory, format_bytes, resident_bytes
 from nereus.transition.order import DeadEnd, SerialOrder
 from nereus.transition.primitives import Reservation, TransitionGraph
 from nereus.transition.stage_state import StageState
@@ -201,10 +201,12 @@ class _Build:
                 f"no replica of {name} is whole on the devices that are left, and no commit of this boundary holds its "
                 "state; resume from the last commit."
             )
-        usable = self._memory.usable_bytes[device]
+        need, free, usable = map(
+            format_bytes, (dead_end.need_bytes, dead_end.free_bytes, self._memory.usable_bytes[device])
+        )
         numbers = (
-            f"making {name} takes {_size(dead_end.need_bytes)} on device {device}, where {_size(dead_end.free_bytes)} "
-            f"of the {_size(usable)} for model-stages can be free by then"
+            f"making {name} takes {need} on device {device}, where {free} of the {usable} for model-stages can be free "
+            "by then"
         )
         if staged >= set(self._target):
             return InfeasibleTransition(f"the new plan doesn't fit: {numbers}; use more tp or pp, or more devices.")
@@ -243,8 +245,3 @@ def _only(graph: TransitionGraph, name: str) -> TransitionGraph:
         if primitive.id in own
     )
     return replace(graph, primitives=tuple(primitives))
-
-
-def _size(num_bytes: int) -> str:
-    unit, name = (2**30, "GiB") if abs(num_bytes) >= 2**29 else (2**20, "MiB") if abs(num_bytes) >= 2**19 else (1, "B")
-    return f"{num_bytes / unit:.2f} {name}" if unit > 1 else f"{num_bytes} B"

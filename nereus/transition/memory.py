@@ -162,3 +162,11 @@ def resident_bytes(plan: Plan, memory: TransitionMemory, devices: Iterable[int])
         for index, device in enumerate(stage.devices):
             total[device] += held[index % size]
     return total
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size for people, such as `1.50 GiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} B"

@@ -1,0 +1,77 @@
+"""How long all primitives of a graph take together: a schedule in virtual time, and with it the price of a graph."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from nereus.transition.durations import durations, setup_seconds, verify_seconds
+from nereus.transition.memory import TransitionMemory
+from nereus.transition.primitives import Primitive, TransitionGraph
+from nereus.transition.speeds import Speeds
+
+
+def price_graph(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> float:
+    """Return the seconds of a transition: set-up of communicators, the moves, verification and commit."""
+    if not graph.primitives:
+        return 0.0
+    moves = max((end for _, end in schedule(graph, durations(graph, memory, speeds)).values()), default=0.0)
+    return setup_seconds(graph, speeds) + moves + verify_seconds(graph, memory, speeds) + speeds.commit_s
+
+
+def schedule(graph: TransitionGraph, seconds: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return by id when each primitive before the commit starts and ends, if a device takes part in one at a time.
+
+    Whenever a device is free, of all that could start the one goes first that has the longest path of others behind
+    it (ties: the graph's order). Stages write beside all else; a restore ends no sooner than the stage it reads from.
+    """
+    primitives = [primitive for primitive in graph.primitives if not primitive.after_commit]
+    rank = _paths_behind(primitives, seconds)
+    order = {p.id: (-rank[p.id], number) for number, p in enumerate(primitives)}
+    waits = {p.id: {*p.depends_on, *p.streams} for p in primitives}
+    behind: dict[str, list[Primitive]] = {}
+    for p in primitives:
+        for id in waits[p.id]:
+            behind.setdefault(id, []).append(p)
+    times: dict[str, tuple[float, float]] = {}
+    busy: set[int] = set()
+    ready = [p for p in primitives if not waits[p.id]]
+    events: list[tuple[float, int, Primitive]] = []
+    now = 0.0
+
+    def may_go(p: Primitive, ended: str) -> bool:
+        waits[p.id].discard(ended)
+        return not waits[p.id]
+
+    while ready or events:
+        ready.sort(key=lambda p: order[p.id])
+        blocked = []
+        while ready:
+            p = ready.pop(0)
+            own = () if p.kind in ("stage", "destroy") else p.devices
+            if not busy.isdisjoint(own):
+                blocked.append(p)
+                continue
+            end = max(now + seconds[p.id], *(times[id][1] for id in p.streams), now)
+            times[p.id] = (now, end)
+            busy.update(own)
+            heapq.heappush(events, (end, order[p.id][1], p))
+            ready += [q for q in behind.get(p.id, ()) if p.id in q.streams and may_go(q, p.id)]
+        ready = blocked
+        assert events, "edges form a circle"
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, _, p = heapq.heappop(events)
+            if p.kind not in ("stage", "destroy"):
+                busy.difference_update(p.devices)
+            ready += [q for q in behind.get(p.id, ()) if p.id in waits[q.id] and may_go(q, p.id)]
+    return times
+
+
+def _paths_behind(primitives: Sequence[Primitive], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return by id the seconds of the longest path that starts with a primitive."""
+    longest = {p.id: seconds[p.id] for p in primitives}
+    for p in reversed(primitives):
+        for id in p.depends_on:
+            longest[id] = max(longest[id], seconds[id] + longest[p.id])
+    return longest

@@ -1,0 +1,113 @@
+"""Seconds of the parts of a transition: each primitive on links or storage, set-up of communicators, verification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from nereus.plan import stage_of
+from nereus.transition.local import GENERATION, TRAINING
+from nereus.transition.memory import TransitionMemory
+from nereus.transition.moves import setup_messages
+from nereus.transition.overlap import common_elements, held_elements
+from nereus.transition.primitives import Primitive, TransitionGraph
+from nereus.transition.speeds import Speeds
+
+
+def durations(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> dict[str, float]:
+    """Return by id the seconds of each primitive before the commit, alone on its devices."""
+    return {p.id: primitive_seconds(p, memory, speeds) for p in graph.primitives if not p.after_commit}
+
+
+def primitive_seconds(primitive: Primitive, memory: TransitionMemory, speeds: Speeds) -> float:
+    """Return the seconds of one primitive.
+
+    Senders share the load evenly; a target takes what it lacks from its own node where it can. The slowest device or
+    node decides.
+    """
+    if primitive.kind == "destroy" or not (primitive.bytes or primitive.makes):
+        return 0.0
+    if primitive.kind == "stage":
+        nodes = {speeds.node_of(device) for device in primitive.devices}
+        return speeds.write.seconds(primitive.bytes / len(nodes))
+    loads = _Loads(primitive, memory, speeds.node_of)
+    copied = float(loads.local.max(initial=0.0)) / speeds.copy_bytes_s
+    if primitive.kind == "restore":
+        read = max(loads.by_node(loads.near + loads.far), default=0.0)
+        return copied + (speeds.read.seconds(read) if read else 0.0)
+    if not primitive.bytes:
+        return copied
+    senders = len({device for unit in primitive.reads for device in unit.devices})
+    sending_nodes = len({speeds.node_of(device) for unit in primitive.reads for device in unit.devices})
+    near = max(float(loads.near.max()), float(loads.near.sum()) / senders)
+    far = max(max(loads.by_node(loads.far), default=0.0), float(loads.far.sum()) / sending_nodes)
+    near_s = speeds.near.seconds(near) if near else 0.0
+    far_s = speeds.far.seconds(far) if far else 0.0
+    return copied + max(near_s, far_s)
+
+
+class _Loads:
+    """Bytes by target device of a primitive: copied inside it, from others of its node, and from further away."""
+
+    def __init__(self, primitive: Primitive, memory: TransitionMemory, node_of: Callable[[int], int]) -> None:
+        spec, target = memory.specs[primitive.model_stage], primitive.makes[0].layout
+        shared = set(primitive.shares)
+        places = [(d, r) for unit in primitive.makes for r, d in enumerate(unit.devices) if d not in shared]
+        self.nodes = np.array([node_of(device) for device, _ in places], dtype=np.int64)
+        ranks = np.array([rank for _, rank in places], dtype=np.int64)
+        wanted = held_elements(spec, target)[ranks]
+        local = near = np.zeros(len(places), dtype=np.int64)
+        if primitive.reads and places:
+            common = common_elements(spec, primitive.reads[0].layout, target)
+            old = {device: rank for unit in primitive.reads for rank, device in enumerate(unit.devices)}
+            here = np.array([old.get(device, -1) for device, _ in places])
+            local = np.where(here >= 0, common[here, ranks], 0)
+            if primitive.kind != "restore":
+                on_node: dict[int, set[int]] = {}
+                for device, rank in old.items():
+                    on_node.setdefault(node_of(device), set()).add(rank)
+                sums = {node: common[sorted(there)].sum(axis=0) for node, there in on_node.items()}
+                there = [sums[n][r] if n in sums else 0 for n, r in zip(self.nodes, ranks, strict=True)]
+                near = np.minimum(np.array(there), wanted) - local
+        count = float(memory.element_bytes(primitive.model_stage))
+        self.local, self.near, self.far = local * count, near * count, (wanted - local - near) * count
+
+    def by_node(self, load: np.ndarray) -> list[float]:
+        """Return the sums of a load over the devices of each node."""
+        return [float(load[self.nodes == node].sum()) for node in np.unique(self.nodes)]
+
+
+def setup_seconds(graph: TransitionGraph, speeds: Speeds) -> float:
+    """Return the seconds of setting up the new communicators: each device joins its own one after the other."""
+    messages: dict[int, float] = {}
+    changed = {primitive.model_stage for primitive in graph.primitives}
+    for primitive in graph.primitives:
+        for unit in primitive.makes:
+            inside = setup_messages(unit.layout.tp) + setup_messages(unit.layout.pp)
+            for device in unit.devices:
+                messages[device] = messages.get(device, 0.0) + inside
+    for name in changed:
+        across = setup_messages(graph.target[name].dp) if stage_of(name) == "training" else 0.0
+        for device in graph.target[name].devices:
+            messages[device] = messages.get(device, 0.0) + across
+    if not changed.isdisjoint((GENERATION, TRAINING)):
+        actor = {
+            device for name in (GENERATION, TRAINING) if name in graph.target for device in graph.target[name].devices
+        }
+        for device in actor:
+            messages[device] = messages.get(device, 0.0) + setup_messages(len(actor))
+    return max(messages.values(), default=0.0) * speeds.setup_s
+
+
+def verify_seconds(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> float:
+    """Return the seconds of summing up the state of all that changes, before and after."""
+    loads: dict[int, float] = {}
+    changed = {primitive.model_stage for primitive in graph.primitives}
+    for plan in (graph.current, graph.target):
+        for name in changed:
+            num_bytes = memory.wanted(name, plan[name].layout)
+            size = plan[name].layout.size
+            for index, device in enumerate(plan[name].devices):
+                loads[device] = loads.get(device, 0.0) + float(num_bytes[index % size])
+    return max(loads.values(), default=0.0) / speeds.verify_bytes_s

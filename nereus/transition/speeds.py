@@ -1,0 +1,51 @@
+"""How fast bytes move in a transition: nominal numbers of a cluster, or what a probe of the machine has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nereus.cluster import Cluster, Link
+from nereus.cost.efficiency import Efficiencies
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the machine reaches, each way: links and storage in bytes/s and seconds a message.
+
+    Attributes:
+        node_of: by device id.
+        near: of a device to others of its node; `far`: of a node to all others; `write`, `read`: of a node to storage.
+        copy_bytes_s: inside a device.
+        setup_s: of a communicator, for each message that its set-up is long.
+        verify_bytes_s: of a device that sums up its state.
+        commit_s: the commit record, and what else a transition takes once.
+    """
+
+    node_of: Callable[[int], int]
+    near: Link
+    far: Link
+    write: Link
+    read: Link
+    copy_bytes_s: float
+    setup_s: float = 0.0
+    verify_bytes_s: float = float("inf")
+    commit_s: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster, efficiencies: Efficiencies) -> Speeds:
+        """Return nominal numbers times what share of them is reached."""
+        kind, share, latency = cluster.kind, efficiencies.efficiency, efficiencies.latency_s
+
+        def link(nominal: Link, name: str) -> Link:
+            return Link(nominal.bandwidth_bytes_s * share[name], max(nominal.latency_s, latency[name]))
+
+        return cls(
+            cluster.node_of,
+            near=link(kind.intra_node, "p2p"),
+            far=link(kind.inter_node, "p2p"),
+            write=link(kind.storage, "storage_write"),
+            read=link(kind.storage, "storage_read"),
+            copy_bytes_s=kind.memory_bandwidth_bytes_s * share["decode"] / 2,
+            setup_s=latency["comm_setup"],
+        )

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "training": ("--quick",),
     "weight_sync": ("--quick",),
     "ppo_step": ("--quick",),
+    "staged_state": ("--quick",),
 }
 
 

@@ -48,11 +48,17 @@ class Workers:
 
 
 @contextmanager
-def open_workers(model: str, *, devices: int, threads: int, gib: int, **tree: Any) -> Iterator[Workers]:
-    """Start `devices` workers of `threads` threads and `gib` GiB each for a run config that is given by its parts."""
+def open_workers(
+    model: str | Mapping[str, Any], *, devices: int, threads: int, gib: int, service: str = SERVICE, **tree: Any
+) -> Iterator[Workers]:
+    """Start `devices` workers of `threads` threads and `gib` GiB each for a run config that is given by its parts.
+
+    The model is a directory, or what the config holds under its key.
+    """
+    source = {"path": model} if isinstance(model, str) else model
     cluster = {"devices": devices, "threads_per_device": threads, "memory_per_device": f"{gib}GiB"}
-    job = prepare_job(build_config({"model": {"path": model}, "cluster": cluster, **tree}))
-    with LocalEngine(SERVICE, threads_per_device=threads, memory_per_device_bytes=gib << 30) as engine:
+    job = prepare_job(build_config({"model": source, "cluster": cluster, **tree}))
+    with LocalEngine(service, threads_per_device=threads, memory_per_device_bytes=gib << 30) as engine:
         engine.start(range(devices))
         yield Workers(engine, job)
 

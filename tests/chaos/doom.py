@@ -68,6 +68,7 @@ class Reaper:
         """
         self._doom, self._driver, self._report, self._device = doom, driver, report, device
         self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()  # shards are written by several threads
         self._parts = 0
         self._armed: tuple[str, int] | None = None  # moment and thread whose middle is doomed
         self.find_worker: Callable[[int], int | None] = lambda device: None  # the driver knows its workers
@@ -89,8 +90,10 @@ class Reaper:
         doom = self._doom
         if doom is None or doom.moment != moment or self._device not in (None, doom.device):
             return work()
-        self._counts[moment] += 1
-        if self._counts[moment] != doom.count:
+        with self._counts_lock:
+            self._counts[moment] += 1
+            is_doomed = self._counts[moment] == doom.count
+        if not is_doomed:
             return work()
         if doom.phase == "before":
             self._strike()

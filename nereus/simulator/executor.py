@@ -61,7 +61,7 @@ class SimulatedExecutor:
         """Run one step; it breaks off where memory runs out or devices vanish."""
         attempt = self._attempts.get(step, 0)
         self._attempts[step] = attempt + 1
-        seconds = with_noise(self._world, step, attempt, true_seconds(self._world, step, plan))
+        seconds = NoiseOfStep(self._world, step, attempt).applied_to(true_seconds(self._world, step, plan))
         peaks = self._true_peaks(step, plan)
         capacities = self._world.cluster.capacities
         full = {device: phase for device, (peak, phase) in peaks.items() if peak > capacities[device]}
@@ -145,6 +145,16 @@ def true_seconds(world: World, step: int, plan: Plan) -> dict[str, float]:
     return result
 
 
-def with_noise(world: World, step: int, attempt: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of tasks with the noise of one attempt at a step: the same for all policies and plans."""
-    return {key: duration * world.noise(step, attempt, key) for key, duration in seconds.items()}
+class NoiseOfStep:
+    """The noise of one attempt at a step: by task, the same for all policies and plans."""
+
+    def __init__(self, world: World, step: int, attempt: int = 0) -> None:
+        self._world, self._step, self._attempt = world, step, attempt
+        self._factors: dict[str, float] = {}
+
+    def applied_to(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Return the seconds of tasks with noise."""
+        for key in seconds:
+            if key not in self._factors:
+                self._factors[key] = self._world.noise(self._step, self._attempt, key)
+        return {key: duration * self._factors[key] for key, duration in seconds.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nereus.controller.decision import Boundary, Planning
 from nereus.plan import Plan
-from nereus.simulator.executor import Spent, true_seconds, with_noise
+from nereus.simulator.executor import NoiseOfStep, Spent, true_seconds
 from nereus.simulator.result import PolicyRun
 from nereus.simulator.step import step_latency
 from nereus.simulator.world import World, first_devices
@@ -74,11 +74,14 @@ def survey_plans(world: World, planning: Planning, runs: Sequence[PolicyRun], st
         for candidate in planning.search(boundary, world.efficiencies(boundary.step), None):
             found.setdefault(_placement(candidate.plan), candidate.plan)
     plans = tuple(found.values())
-    rows = {key: [_refit(world, planning, boundary, plan) for plan in plans] for key, boundary in alike.items()}
+    # What a plan that stays where it is can do depends on load and hardware, not on the devices beside it.
+    rows = {world.work(step): step for step in reversed(steps)}
+    fitted = {work: [_refit(world, planning, step, plan) for plan in plans] for work, step in rows.items()}
     index = {placement: i for i, placement in enumerate(found)}
     refitted = []
     for step in steps:
-        row = list(rows[world.conditions(step)])
+        there = set(first_devices(world.cluster, world.num_devices(step)).device_ids)
+        row = [plan if plan and there.issuperset(plan.devices) else None for plan in fitted[world.work(step)]]
         for plan in visited.get(step, ()):  # what ran could run
             row[index[_placement(plan)]] = row[index[_placement(plan)]] or plan
         refitted.append(row)
@@ -89,10 +92,9 @@ def _placement(plan: Plan) -> object:
     return tuple((name, stage.layout, stage.devices) for name, stage in plan.items())
 
 
-def _refit(world: World, planning: Planning, boundary: Boundary, plan: Plan) -> Plan | None:
-    if not set(plan.devices) <= set(boundary.cluster.device_ids):
-        return None
-    candidate = planning.refit(boundary, world.efficiencies(boundary.step), plan)
+def _refit(world: World, planning: Planning, step: int, plan: Plan) -> Plan | None:
+    boundary = replace(true_boundary(world, step), cluster=world.true_cluster(step))
+    candidate = planning.refit(boundary, world.efficiencies(step), plan)
     return None if candidate is None else candidate.plan
 
 
@@ -101,12 +103,16 @@ def _measure(
 ) -> Landscape:
     exact = np.full((len(steps), len(plans)), np.inf)
     noisy = exact.copy()
+    known: dict[object, dict[str, float]] = {}
     for row, step in enumerate(steps):
+        work, noise = world.work(step), NoiseOfStep(world, step)
         for column, plan in enumerate(refitted[row]):
             if plan is not None:
-                seconds = true_seconds(world, step, plan)
-                exact[row, column] = step_latency(plan, seconds)
-                noisy[row, column] = step_latency(plan, with_noise(world, step, 0, seconds))
+                key = (work, plan)
+                if key not in known:
+                    known[key] = true_seconds(world, step, plan)
+                exact[row, column] = step_latency(plan, known[key])
+                noisy[row, column] = step_latency(plan, noise.applied_to(known[key]))
     return Landscape(plans, tuple(tuple(row) for row in refitted), exact, noisy)
 
 

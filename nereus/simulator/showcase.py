@@ -18,30 +18,39 @@ from nereus.simulator.world import build_world
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- tables begin -->", "<!-- tables end -->"
 PAPER_TRACES = ("paper-trace-1", "paper-trace-2", "paper-trace-3")
+MEANS, GAMMA_SWEEP = "The three traces in the mean", "payback on paper-trace-1 by gamma"
 GAMMAS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8, 1.0)
 
 
 def main(names: Sequence[str]) -> None:
-    """Run scenarios (all when none is named); write the README only when all were run."""
+    """Run scenarios (all when none is named) and bring their sections of the README up to date."""
     comparisons: dict[str, Comparison] = {}
-    sections = []
     for name in names or list_scenarios():
         began = time.monotonic()
         comparisons[name] = simulate(load_scenario(name))
-        sections.append(describe(name, comparisons[name]))
-        print(f"{sections[-1]}\n({time.monotonic() - began:.0f} s)\n", flush=True)
+        keep_section(name, describe(comparisons[name]))
+        print(f"({time.monotonic() - began:.0f} s)\n", flush=True)
     if set(PAPER_TRACES) <= set(comparisons):
-        sections += [describe_traces(comparisons), describe_gammas()]
-        print("\n\n".join(sections[-2:]))
-    if not names:
-        text = README.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        README.write_text(before + BEGIN + "\n\n" + "\n\n".join(sections) + "\n\n" + END + after)
+        keep_section(MEANS, describe_traces(comparisons))
+        keep_section(GAMMA_SWEEP, describe_gammas())
 
 
-def describe(name: str, comparison: Comparison) -> str:
-    """Return the section of one scenario: its table and what is to be said of it."""
-    lines = [f"### {name}", "", f"Devices: {comparison.world.traces.source}.", ""]
+def keep_section(title: str, text: str) -> None:
+    """Print a section and put it in its place in the README."""
+    print(f"### {title}\n\n{text}\n", flush=True)
+    before, rest = README.read_text().split(BEGIN)
+    tables, after = rest.split(END)
+    sections = dict(part.split("\n", 1) for part in tables.split("### ")[1:])
+    sections[title] = f"\n{text}\n\n"
+    order = [*PAPER_TRACES, MEANS, GAMMA_SWEEP, *list_scenarios()]
+    ordered = [name for name in dict.fromkeys(order) if name in sections]
+    body = "".join(f"### {name}\n\n{sections[name].strip()}\n\n" for name in ordered)
+    README.write_text(f"{before}{BEGIN}\n\n{body}{END}{after}")
+
+
+def describe(comparison: Comparison) -> str:
+    """Return what is to be said of one scenario: its table first."""
+    lines = [f"Devices: {comparison.world.traces.source}.", ""]
     lines += [build_markdown(table_rows(comparison)), ""]
     static, payback = comparison.best_static(), comparison.get("payback")
     if payback is not None and static is not None and payback.steps == comparison.world.scenario.steps:
@@ -67,7 +76,7 @@ def describe_traces(comparisons: dict[str, Comparison]) -> str:
         regrets = [run.regret(comparisons[name]["oracle"]) for run, name in zip(runs, PAPER_TRACES, strict=True)]
         rows.append((policy, *_means(runs), f"{mean(savings):.1%}", f"{mean(r or 0.0 for r in regrets):.1%}"))
     headings = ("policy", "mean step s", "transitions", "transition s", "below fixed", "regret")
-    return "### The three traces in the mean\n\n" + build_markdown(rows, headings)
+    return build_markdown(rows, headings)
 
 
 def _means(runs: Sequence[PolicyRun]) -> tuple[str, str, str]:
@@ -95,7 +104,7 @@ def describe_gammas() -> str:
             )
         )
     headings = ("gamma", "mean step s", "transitions", "of layout", "transition s")
-    return "### payback on paper-trace-1 by gamma\n\n" + build_markdown(rows, headings)
+    return build_markdown(rows, headings)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,11 @@ class World:
 
     def conditions(self, step: int) -> Hashable:
         """Return what decides how plans do in a step; steps with equal conditions differ by noise only."""
-        return (self.num_devices(step), self.load(step), tuple(sorted(self._slow(step).items(), key=str)))
+        return (self.num_devices(step), self.work(step))
+
+    def work(self, step: int) -> Hashable:
+        """Return the conditions of a step but for how many devices there are."""
+        return (self.load(step), tuple(sorted(self._slow(step).items(), key=str)))
 
     def noise(self, step: int, attempt: int, what: str) -> float:
         """Return the factor by which a time differs from the true one; equal for all policies."""

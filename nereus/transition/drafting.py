@@ -24,11 +24,14 @@ class Drafting:
         self._memory, self._stages = memory, stages
         self._tables: dict[tuple[str, Layout | None, Layout], list[list[int]]] = {}
 
-    def beside(self, stage: StageState, index: int, without: Collection[int] = ()) -> Found | None:
+    def beside(
+        self, stage: StageState, index: int, without: Collection[int] = (), *, apart: bool = False
+    ) -> Found | None:
         """Return the primitive that makes a transfer's units while all others stay; None where nothing live can.
 
         Args:
             without: numbers of old units of the model-stage that will be gone.
+            apart: read nothing of another model-stage that lies on the same devices: it may have to go.
         """
         transfer = stage.change.transfers[index]
         near = tuple(stage.change.old[n] for n in transfer.overlaps if n in stage.alive and n not in without)
@@ -36,10 +39,11 @@ class Drafting:
             return self._restore(stage, transfer, near), None
         reads, source = near, None
         trained = self._trained_units(transfer) if stage.is_derived else ()
-        if trained and self._lacks(stage, transfer, trained) < self._lacks(stage, transfer, near):
+        if trained and not apart and self._lacks(stage, transfer, trained) < self._lacks(stage, transfer, near):
             reads = trained
         if not reads:
-            source = self._source(stage, transfer, [stage.change.old[number] for number in without])
+            gone = [stage.change.old[number] for number in without]
+            source = self._source(stage, transfer, gone, trained if apart else ())
             if source is None:
                 return None
             reads = (source.unit,)
@@ -62,11 +66,14 @@ class Drafting:
             if device in draft.shares:
                 continue
             is_freed = device in old_rank and device not in stage.passed
-            before = (change.old_layout, old_rank[device]) if is_freed else None
-            after = (change.new_layout, new_rank[device]) if device in new_rank else None
             beside = draft.memory.get(device, Reservation(0, 0))
             held = beside.held - (stage.held_old[old_rank[device]] if is_freed else 0)
-            peak = self._memory.in_place_peak(stage.name, before, after)
+            peak = self._memory.in_place_peak(
+                stage.name,
+                (change.old_layout, change.new_layout),
+                old_rank[device] if is_freed else None,
+                new_rank.get(device),
+            )
             draft.memory[device] = Reservation(peak + beside.peak - beside.held, held)
         self._add_send_buffers(draft)
         return draft
@@ -116,18 +123,20 @@ class Drafting:
                 self._tables[key] = self._memory.lacking(name, source, target).tolist()
         return self._tables[key]
 
-    def _source(self, stage: StageState, transfer: Transfer, without: Collection[Emu]) -> Source | None:
+    def _source(
+        self, stage: StageState, transfer: Transfer, without: Collection[Emu], without_trained: Collection[Emu]
+    ) -> Source | None:
         source = stage.sources.find(transfer.makes[0], stage.is_live, without)
         if source is None and stage.is_derived:
             training = self._stages[TRAINING]
-            source = training.sources.find(transfer.makes[0], training.is_live)
+            source = training.sources.find(transfer.makes[0], training.is_live, without_trained)
         return source
 
     def _trained_units(self, transfer: Transfer) -> tuple[Emu, ...]:
-        """Return the actor's live old training units that share devices with a transfer."""
+        """Return the units of actor.training, of those that were there at first, that share devices with a transfer."""
         training = self._stages[TRAINING]
-        numbers = {training.number_at(device) for unit in transfer.makes for device in unit.devices}
-        return tuple(training.change.old[number] for number in sorted(n for n in numbers if n is not None))
+        found = (training.unit_at(device) for unit in transfer.makes for device in unit.devices)
+        return tuple({id(unit): unit for unit in found if unit is not None}.values())
 
     def _lacks(self, stage: StageState, transfer: Transfer, reads: tuple[Emu, ...]) -> int:
         """Return the bytes that would come from elsewhere if some units filled a transfer."""

@@ -14,10 +14,11 @@ import numpy as np
 from nereus.cost.activations import COMPUTE_BYTES, lifted_bytes
 from nereus.cost.memory import USABLE_SHARE, fits
 from nereus.cost.rank_memory import Precision, Workload, estimate_rank
-from nereus.layout import Layout, stages_of, tensor_slices
+from nereus.layout import Layout
 from nereus.limits import RESTORE_BUFFER_BYTES
-from nereus.model.spec import ModelSpec, tensors
+from nereus.model.spec import ModelSpec
 from nereus.plan import Plan, StagePlan, stage_of
+from nereus.transition.chunks import chunk_elements, chunk_order
 from nereus.transition.overlap import common_elements, held_elements
 from nereus.transition.primitives import TRANSFER_BUFFER_BYTES
 
@@ -85,13 +86,18 @@ class TransitionMemory:
         """Return int64 [layout.size]: the bytes that fill a rank which starts from nothing."""
         return held_elements(self.specs[model_stage], layout) * self.element_bytes(model_stage)
 
-    def in_place_peak(self, model_stage: str, old: tuple[Layout, int] | None, new: tuple[Layout, int] | None) -> int:
+    def in_place_peak(
+        self, model_stage: str, layouts: tuple[Layout, Layout], old_rank: int | None, new_rank: int | None
+    ) -> int:
         """Return the most bytes above what is held at the start while a device's old rank becomes its new one.
 
-        Chunk by chunk: the new tensors of a chunk are made, then the old ones are freed. Either side may be None.
+        Chunk by chunk: the new tensors of a chunk are made, then the old ones are freed. Either rank may be None.
+
+        Args:
+            layouts: old and new.
         """
         spec, key = self.specs[model_stage], (model_stage, self.workload, self.precision)
-        return _in_place_peak(spec, key, old, new)
+        return _in_place_peak(spec, key, layouts, old_rank, new_rank)
 
 
 @lru_cache(maxsize=4096)
@@ -103,52 +109,28 @@ def _held(
     return tuple(sum(rank.resident.values()) for rank in ranks)
 
 
-@lru_cache(maxsize=1024)
-def chunk_elements(spec: ModelSpec, layout: Layout) -> np.ndarray:
-    """Return int64 [layout.size, layers + 3]: elements by rank and chunk: embedding, each layer, norm, head."""
-    numbers = {"embed": 0, "norm": spec.layers + 1, "head": spec.layers + 2}
-    table = np.zeros((layout.size, spec.layers + 3), dtype=np.int64)
-    first_layer = [info for info in tensors(spec).values() if info.place == 0]
-    layer = np.sum([_by_tp_rank(info, layout.tp) for info in first_layer], axis=0)
-    one = {info.place: info for info in tensors(spec).values() if isinstance(info.place, int)}
-    for number in range(spec.layers):
-        for stage in stages_of(spec, layout, one[number]):
-            table[stage * layout.tp : (stage + 1) * layout.tp, number + 1] = layer
-    for info in tensors(spec).values():
-        if not isinstance(info.place, int):
-            for stage in stages_of(spec, layout, info):
-                table[stage * layout.tp : (stage + 1) * layout.tp, numbers[info.place]] += _by_tp_rank(info, layout.tp)
-    table.setflags(write=False)
-    return table
-
-
-def _by_tp_rank(info: object, tp: int) -> np.ndarray:
-    parts = tensor_slices(info, tp)  # type: ignore[arg-type]
-    return np.array([parts[rank if len(parts) > 1 else 0].num_elements for rank in range(tp)])
-
-
 @lru_cache(maxsize=65536)
 def _in_place_peak(
     spec: ModelSpec,
     key: tuple[str, Workload, Precision],
-    old: tuple[Layout, int] | None,
-    new: tuple[Layout, int] | None,
+    layouts: tuple[Layout, Layout],
+    old_rank: int | None,
+    new_rank: int | None,
 ) -> int:
     """Sum over chunks; what isn't in any (fragmentation of the heap) comes with the first and goes with the last."""
-    model_stage, workload, precision = key
+    order = chunk_order(spec, *layouts)
 
-    def chunks(side: tuple[Layout, int] | None, rest_at: int) -> np.ndarray:
-        if side is None:
-            return np.zeros(spec.layers + 3, dtype=np.int64)
-        layout, rank = side
-        elements = chunk_elements(spec, layout)[rank]
-        held = _held(model_stage, spec, layout, workload, precision)[rank]
-        per_element = held // int(elements.sum()) if elements.sum() else 0
-        made = elements * per_element
-        made[rest_at] += held - int(made.sum())
-        return made
+    def by_chunk(layout: Layout, rank: int | None, rest_at: int) -> np.ndarray:
+        if rank is None:
+            return np.zeros(len(order), dtype=np.int64)
+        chunks = chunk_elements(spec, layout)
+        elements = np.array([chunks[chunk][rank] for chunk in order])
+        held = _held(key[0], spec, layout, key[1], key[2])[rank]
+        result = elements * (held // max(1, int(elements.sum())))
+        result[rest_at] += held - int(result.sum())
+        return result
 
-    made, freed = chunks(new, 0), chunks(old, -1)
+    made, freed = by_chunk(layouts[1], new_rank, 0), by_chunk(layouts[0], old_rank, -1)
     above = np.cumsum(made) - np.concatenate([[0], np.cumsum(freed)[:-1]])
     return max(0, int(above.max()))
 

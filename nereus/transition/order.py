@@ -140,9 +140,13 @@ class SerialOrder:
         if near and not stage.is_staged and self._place_in_place(stage, index):
             return True
         own = {(stage.name, number) for number in near}
-        if not near or not all(stage.outlives(number, own) for number in near):
+        if not all(stage.outlives(number, own) for number in near):
             return False
-        return self._release_for(stage, [index], self._drafting.beside(stage, index, without=near), near)
+        if near and self._release_for(stage, [index], self._drafting.beside(stage, index, near), near):
+            return True
+        if not stage.is_derived:
+            return False
+        return self._release_for(stage, [index], self._drafting.beside(stage, index, near, apart=True), near)
 
     def _place_in_place(self, stage: StageState, index: int) -> bool:
         indexes, numbers = closure(index, stage.change, stage.users, stage.pending, stage.alive)

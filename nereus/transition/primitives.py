@@ -41,7 +41,7 @@ class Primitive:
             model's source. A `stage` writes what they hold; without bytes, a pending commit already does.
         makes: units of the target plan that exist when it has ended.
         frees: old units that no longer exist when it has ended. For `destroy` that is all it does. Any other kind
-            then works in place: chunk by chunk (a chunk is one `TensorInfo.place`), it makes the new tensors of a
+            then works in place: chunk by chunk, in the order of `chunks.chunk_order`, it makes the new tensors of a
             chunk, fills them, and frees the old ones of the chunk once all their readers have them.
         shares: devices on which a new unit takes over the tensors of an old one as they are (same layout, same rank):
             no memory, no copy; destroying the old unit later leaves these tensors alone.

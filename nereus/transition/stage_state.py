@@ -53,6 +53,7 @@ class StageState:
         self.pending = set(range(len(self.change.transfers)))
         self.users = users_of(self.change)
         self._place_of = {d: (n, rank) for n, unit in enumerate(self.change.old) for rank, d in enumerate(unit.devices)}
+        self._kept_at = {device: unit for unit in self.change.kept for device in unit.devices}
         self._numbers = {id(unit): number for number, unit in enumerate(self.change.old)}
 
     @property
@@ -63,6 +64,11 @@ class StageState:
         """Return the number of the live old unit that has tensors of its own on a device."""
         number = self._place_of.get(device, (-1, -1))[0]
         return number if number in self.alive and device not in self.passed else None
+
+    def unit_at(self, device: int) -> Emu | None:
+        """Return the live unit on a device, of those that were there at first."""
+        number = self.number_at(device)
+        return self._kept_at.get(device) if number is None else self.change.old[number]
 
     def bytes_at(self, device: int) -> int:
         """Return what the old unit on a device holds there."""

@@ -44,10 +44,9 @@ def walk(graph: TransitionGraph, choose: Choose) -> list[str]:
     """
     state = _State(graph)
     while state.waiting or state.running:
-        ready = [primitive for primitive in state.waiting.values() if state.may_start(primitive)]
-        ending = [primitive for primitive in state.running.values() if state.may_end(primitive)]
-        assert ready or ending, f"nothing goes on: {list(state.waiting)} wait"
-        is_start, primitive = choose(ready, ending)
+        ending = state.running_now()
+        assert state.ready or ending, f"nothing goes on: {list(state.waiting)} wait"
+        is_start, primitive = choose(list(state.ready.values()), ending)
         if is_start:
             state.start(primitive)
         else:
@@ -69,20 +68,33 @@ class _State:
         lost = {device for device in graph.current.devices if device not in self._free}
         self._live = {_key(unit) for unit in emus_of(graph.current) if lost.isdisjoint(unit.devices)}
         self._committed = set(graph.recoverable)
+        self._left = {p.id: len(p.depends_on) + len(p.streams) for p in self.waiting.values()}
+        self.ready = {p.id: p for p in self.waiting.values() if not self._left[p.id]}
+        self._behind: dict[str, list[Primitive]] = {}
+        for primitive in self.waiting.values():
+            for id in (*primitive.depends_on, *primitive.streams):
+                self._behind.setdefault(id, []).append(primitive)
         for name in graph.target:
             self._check_state(name)
 
-    def may_start(self, primitive: Primitive) -> bool:
-        started = self._done.union(self.running)
-        return self._done.issuperset(primitive.depends_on) and started.issuperset(primitive.streams)
+    def running_now(self) -> list[Primitive]:
+        """Return those under way that may end: what streams from a stage ends after it."""
+        return [primitive for primitive in self.running.values() if self._done.issuperset(primitive.streams)]
 
-    def may_end(self, primitive: Primitive) -> bool:
-        return self._done.issuperset(primitive.streams)
+    def _release(self, primitive: Primitive, *, has_ended: bool) -> None:
+        """Count those that may start because a primitive has started, or has ended."""
+        for other in self._behind.get(primitive.id, ()):
+            if (primitive.id in other.streams) != has_ended:
+                self._left[other.id] -= 1
+                if not self._left[other.id]:
+                    self.ready[other.id] = other
 
     def start(self, primitive: Primitive) -> None:
         for unit in primitive.reads:
             assert _key(unit) in self._live, f"{primitive.id} reads {unit}, which isn't live"
         self.running[primitive.id] = self.waiting.pop(primitive.id)
+        del self.ready[primitive.id]
+        self._release(primitive, has_ended=False)
         for device, (peak, _) in primitive.memory.items():
             self._free[device] -= peak
             over = -self._free[device]
@@ -93,6 +105,7 @@ class _State:
     def end(self, primitive: Primitive) -> None:
         del self.running[primitive.id]
         self._done.add(primitive.id)
+        self._release(primitive, has_ended=True)
         self.ended.append(primitive.id)
         for device, (peak, held) in primitive.memory.items():
             self._free[device] += peak - held

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
-from contextlib import suppress
+import uuid
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +16,21 @@ from nereus.config import RunConfig
 from nereus.resume import RecordedRun, check_resume, compute_identity, fit_plan, read_recorded, staging_root
 from nereus.runtime.job import Job, prepare_job
 from nereus.runtime.run_dir import RunDir
-from storage.errors import describe_error, hide_credentials
+from storage.errors import hide_credentials
+from storage.exclusive import create_exclusively
 from storage.journal import Journal
 from storage.owner import Owner, RunExists
-from storage.small_files import list_names
-from storage.urls import local_path
+from storage.small_files import read_file, remove_file
+from storage.urls import join_url, local_path
 from storage.writable import check_writable
 
 logger = logging.getLogger(__name__)
 
+# The file by which a run holds a staging root of its own.
+_CLAIM = "run.json"
 
-@dataclass(frozen=True)
+
+@dataclass
 class OpenRun:
     """A run that this process drives.
 
@@ -32,6 +38,7 @@ class OpenRun:
         run_id: as it was when the run was begun.
         commits: what a run that goes on may go on from, by step; None for a new run.
         staging_root: where its staged sets lie.
+        holds_root: whether it has a claim on a root of its own.
     """
 
     run_id: str
@@ -41,6 +48,7 @@ class OpenRun:
     owner: Owner
     staging_root: str
     commits: tuple[Commit, ...] | None
+    holds_root: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -55,6 +63,8 @@ class OpenRun:
         if self.is_new:  # forgotten while it is ours: after that the directory may be another run's
             with suppress(Exception):  # a store that is gone must not hide why the start failed
                 self.owner.check()
+                if self.holds_root:
+                    remove_file(join_url(self.staging_root, _CLAIM))
                 self.run_dir.forget()
         self.close()
 
@@ -96,21 +106,20 @@ def _open_new(config: RunConfig, run_id: str, flow_run_id: str | None) -> OpenRu
     assert config.run_dir is not None
     run_dir, root = RunDir(config.run_dir), _absolute(staging_root(config))
     run_dir.check_free()
-    _check_root_is_free(root)
+    claim = uuid.uuid4().hex
     try:
         run_dir.note_before()
-        body = _take_over_body(run_id, flow_run_id, config, identity)
+        body = _take_over_body(run_id, flow_run_id, config, identity, claim)
         owner = Owner.take_over(run_dir.url, body, lease_s=config.staging.lease_s, new=True)
     except RunExists:
         raise run_dir.taken() from None
     except OSError as error:
         raise run_dir.unusable("written", error) from error
     run = OpenRun(run_id, job, identity, run_dir, owner, root, None)
-    try:
-        run_dir.write_config(config)
-    except Exception as error:  # every store has errors of its own
-        run.undo()
-        raise run_dir.unusable("written", error) from error
+    with ExitStack() as undo:
+        undo.callback(run.undo)
+        _settle_in(run, claim)
+        undo.pop_all()
     return run
 
 
@@ -121,23 +130,36 @@ def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id:
     if note is not None:
         logger.warning(note)
     job, run_dir = prepare_job(config), RunDir(url)
-    body = _take_over_body(recorded.run_id, flow_run_id, config, identity)
+    claim = next(entry for entry in reversed(recorded.entries) if entry.kind == "take_over").body.get(
+        "staging_claim", ""
+    )
+    body = _take_over_body(recorded.run_id, flow_run_id, config, identity, claim)
     try:
         owner = Owner.take_over(url, body, lease_s=config.staging.lease_s, new=False)
     except OSError as error:
         raise run_dir.unusable("written", error) from error
     commits = live_commits(owner.journal.entries())
     run = OpenRun(recorded.run_id, job, identity, run_dir, owner, _absolute(staging_root(config)), commits)
-    try:
-        run_dir.write_config(config)
-    except Exception as error:  # every store has errors of its own
-        run.close()
-        raise run_dir.unusable("written", error) from error
+    with ExitStack() as undo:
+        undo.callback(run.undo)
+        _settle_in(run, claim)
+        undo.pop_all()
     return run
 
 
+def _settle_in(run: OpenRun, claim: str) -> None:
+    """Claim the staging root and write run.yaml."""
+    try:
+        _claim_root(run, claim)
+        run.run_dir.write_config(run.job.config)
+    except ValueError:
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise run.run_dir.unusable("written", error) from error
+
+
 def _take_over_body(
-    run_id: str, flow_run_id: str | None, config: RunConfig, identity: dict[str, str]
+    run_id: str, flow_run_id: str | None, config: RunConfig, identity: dict[str, str], claim: str
 ) -> dict[str, Any]:
     return {
         "run_id": run_id,
@@ -146,6 +168,7 @@ def _take_over_body(
         "pid": os.getpid(),
         "config": config.model_dump(mode="json"),
         "identity": identity,
+        "staging_claim": claim,
     }
 
 
@@ -155,16 +178,19 @@ def _absolute(url: str) -> str:
     return url if path is None else os.path.abspath(path)
 
 
-def _check_root_is_free(root: str) -> None:
-    """Refuse a new run whose staged sets would lie among those of another one."""
+def _claim_root(run: OpenRun, claim: str) -> None:
+    """Make a staging root that was named in the config this run's alone: retention removes what isn't the run's own."""
+    if run.job.config.staging.root is None:
+        return
+    url = join_url(run.staging_root, _CLAIM)
     try:
-        names = list_names(root)
-    except Exception as error:  # every store has errors of its own
-        where = hide_credentials(root)
+        create_exclusively(url, json.dumps({"claim": claim, "run_dir": hide_credentials(run.run_dir.url)}).encode())
+        run.holds_root = True
+        return
+    except FileExistsError:
+        found = json.loads(read_file(url))
+    if found["claim"] != claim:
         raise ValueError(
-            f"staging.root: {where} can't be read ({describe_error(error)}); choose another directory."
-        ) from error
-    if any(name.startswith("step-") for name in names):
-        raise ValueError(
-            f"staging.root: {hide_credentials(root)} holds the staged state of another run; choose another directory."
+            f"staging.root: {hide_credentials(run.staging_root)} holds the staged state of another run, "
+            f"{found['run_dir']}; choose another directory."
         )

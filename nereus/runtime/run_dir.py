@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -60,8 +61,9 @@ class RunDir:
     def path(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def append_metrics(self, metrics: dict[str, Any]) -> None:
-        append_record(self.path("metrics.jsonl"), metrics)
+    def append_metrics(self, metrics: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
+        """Add the line of a step; `check` raises when the run has another driver by now."""
+        append_record(self.path("metrics.jsonl"), metrics, number=metrics["step"], check=check)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, in order."""

@@ -96,6 +96,8 @@ class Session(PpoSteps):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._owns_engine:  # what the step in flight still does is in the way of the end
+            self._engine.mark_broken("the run was stopped")
         self.close()
 
     def close(self) -> None:
@@ -166,8 +168,8 @@ class Session(PpoSteps):
             ),
             commits=commits,
         )
-        if not self._opened.is_new:
-            self._staging.retire()  # what a killed driver has left
+        # What killed drivers have left goes; a damaged commit stays until another has taken its place.
+        self._staging.retire([commit.set_name for commit in self._opened.commits or ()])
 
     def _before_update(self, model_stage: str) -> None:
         if self._staging is not None:
@@ -225,8 +227,7 @@ class Session(PpoSteps):
             clock=self._clock,
             peaks=peaks,
         )
-        self._opened.owner.check()  # a driver that was taken for dead writes nothing more
-        self._records.append_metrics(metrics)
+        self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more
         if self._trackers is not None:
             self._trackers.log(step, metrics)
         self._rollouts, self._last_step = None, step
@@ -248,6 +249,7 @@ class Session(PpoSteps):
         kwargs = {device: {"model_stage": name, "plan": export} for device in self.plan[name].devices}
         try:
             written = sum(self._run(name, "write_export", kwargs, None).values())
+            self._opened.owner.check()
             finish_export(export, written_bytes=written)
         except BaseException:
             abandon_export(export)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nereus.commits import Commit
@@ -23,7 +23,7 @@ from storage.errors import describe_error, hide_credentials
 from storage.journal import FencedOff
 from storage.manifest import Manifest
 from storage.owner import Owner
-from storage.retention import retire
+from storage.retention import discard_set, retire
 from storage.state import commit_state
 from storage.urls import join_url, local_path
 
@@ -122,9 +122,9 @@ class Staging:
         if self._queue is not None:
             self._queue.stop()
 
-    def retire(self) -> None:
+    def retire(self, also_kept: Collection[str] = ()) -> None:
         """Remove the sets that nobody needs: of older commits, and of writers that were killed."""
-        keep = [commit.set_name for commit in self._commits[-self._keep :]]
+        keep = {*also_kept, *(commit.set_name for commit in self._commits[-self._keep :])}
         try:
             retire(self._root, keep=keep, lease_s=self._lease_s, take_over=self._owner.number)
         except Exception as error:  # every store has errors of its own
@@ -152,6 +152,7 @@ class Staging:
             self._commits = [commit for commit in self._commits if commit.step < step] + [Commit.of(entry)]
         except FencedOff as error:
             self._fenced = error
+            self._discard(name)
             return
         except Exception as error:  # every store has errors of its own
             self._warn(step, error)
@@ -159,6 +160,13 @@ class Staging:
                 shards.drain()
         if not self._closed:
             self.retire()
+
+    def _discard(self, name: str) -> None:
+        """Remove the set of a commit that nobody will ever know of: the new driver may be through with its removals."""
+        try:
+            discard_set(self._root, name)
+        except Exception as error:  # every store has errors of its own
+            logger.warning("%s of %s stays (%s).", name, hide_credentials(self._root), describe_error(error))
 
     def _try(self, action: Callable[[], T]) -> T:
         """Do it again after an error of the store."""

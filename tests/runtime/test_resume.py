@@ -341,10 +341,15 @@ def test_staged_sets_of_two_runs_are_never_mixed(tmp_path: Path, engine: LocalEn
     with open_session(tmp_path / "run", engine, staging=staging) as session:
         take_steps(session, engine, range(1))
     config = build_config({**TREE, "run_dir": str(tmp_path / "other"), "staging": staging})
-    with pytest.raises(ValueError, match=r"staging.root: .*shared holds the staged state of another run; choose"):
+    with pytest.raises(
+        ValueError, match=r"staging.root: .*shared holds the staged state of another run, .*run; choose"
+    ):
         Session.open(config, run_id="other", engine=engine)
     assert not (tmp_path / "other").exists()
-    with open_session(tmp_path / "run", engine, go_on=True, staging=staging) as session:
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with Session.open(
+        build_config({**TREE, "staging": staging}), run_id="x", engine=engine, resume_from=str(tmp_path / "moved")
+    ) as session:
         assert session.steps.start == 1
 
 
@@ -375,8 +380,8 @@ def test_a_failed_start_leaves_no_new_run_and_spoils_no_old_one(
     fragile.mark_broken("device 0 is out of order")
     tree = {"plan": {name: {"devices": [0]} for name in STAGES}}
     with pytest.raises(CommandError):
-        open_session(tmp_path / "new", fragile, **tree)
-    assert not (tmp_path / "new").exists()
+        open_session(tmp_path / "new", fragile, **tree, staging={"root": str(tmp_path / "root")})
+    assert not (tmp_path / "new").exists() and not list((tmp_path / "root").iterdir())
     with pytest.raises(CommandError):
         open_session(tmp_path / "run", fragile, go_on=True, **tree)
     assert before <= set(files_of(tmp_path))

@@ -10,25 +10,44 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from storage.exclusive import create_object, make_folder, sync_folder
-from storage.small_files import list_names, read_files, remove_file
+from storage.small_files import list_names, read_files, remove_file, replace_file
 from storage.urls import join_url, local_path, open_filesystem
 
 
-def append_record(url: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+def append_record(
+    url: str | os.PathLike[str],
+    record: Mapping[str, Any],
+    *,
+    number: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Add one record at the end; it is durable when this returns, since commits rely on the records of their steps.
 
     On local disk it is one line; the torn end of a line that a crash left is removed first. In an object store
     `url` is a folder with one object a record, numbered. Numbers that JSON doesn't know (nan, inf) become null.
+
+    Args:
+        url: the file, or folder of objects.
+        record: what is added.
+        number: of the object, in an object store; None for the next one that is free. One that is there already is
+            replaced: it is of a driver that was taken over.
+        check: raises when the writer has lost its right to write. A writer that is held up right after this call can't
+            do harm any more, provided that whoever takes over calls `keep_records` before it writes.
     """
     data = json.dumps(_plain(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
     path = local_path(url)
     if path is None:
-        _put_next(os.fspath(url), data)
+        if number is None:
+            check()
+            _put_next(os.fspath(url), data)
+        else:
+            _put_at(join_url(url, f"{number:08d}.json"), data, check)
         return
     folder = os.path.dirname(path) or "."
     make_folder(folder)
     is_new = not os.path.exists(path)
     with open(path, "a+b", buffering=0) as file:
+        check()  # the file is open: where another writer has put a new one in its place, what follows goes nowhere
         _drop_torn_end(file.fileno())
         _write_all(file.fileno(), data)
         os.fsync(file.fileno())
@@ -124,6 +143,15 @@ def _replace(path: str, records: Iterable[Mapping[str, Any]]) -> None:
 
 def _objects(url: str) -> list[str]:
     return [join_url(url, name) for name in list_names(url) if name.endswith(".json")]
+
+
+def _put_at(url: str, data: bytes, check: Callable[[], None]) -> None:
+    check()
+    try:
+        create_object(*open_filesystem(url), data)
+    except FileExistsError:
+        check()  # it is ours to replace, or else we are the one that was taken over
+        replace_file(url, data)
 
 
 def _put_next(url: str, data: bytes) -> None:

@@ -66,6 +66,19 @@ def retire(
     return [name for name in candidates if name not in read and _remove_set(root, name, lease_s)]
 
 
+def discard_set(root_url: str, name: str) -> None:
+    """Remove a set that its own writer has given up: one that was never committed, so that nobody reads it.
+
+    Raises:
+        ValueError: the name is none of a set.
+        OSError: the store can't be read or written.
+    """
+    _take_over_of(name)
+    root = root_url.rstrip("/") or "/"
+    if _is_folder(root, name):
+        _remove_files(join_url(root, name))
+
+
 @contextlib.contextmanager
 def being_read(root_url: str, set_name: str) -> Iterator[None]:
     """Keep a set from being retired, by whatever process, while it is read; its manifest has to be read inside.
@@ -105,7 +118,12 @@ def _remove_set(root: str, name: str, lease_s: float) -> bool:
     remove_file(join_url(url, MANIFEST_NAME))
     if name in _sets_read(root, lease_s):  # a reader that came before the manifest went: the rest goes next time
         return False
+    return _remove_files(url)
+
+
+def _remove_files(url: str) -> bool:
     _abort_uploads(url)
+    remove_file(join_url(url, MANIFEST_NAME))
     remove_files([join_url(url, file) for file in list_names(url)])
     return remove_folder(url)
 

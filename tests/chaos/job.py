@@ -26,6 +26,7 @@ from nereus.runtime.session import Session
 from nereus.staged_state import STAGED, staged_shapes
 from storage import exclusive, records, retention
 from storage.journal import FencedOff, Journal
+from storage.owner import Owner
 from tests.chaos.doom import Doom, Reaper, wrap
 from tests.runtime.steps import run_step
 
@@ -145,6 +146,7 @@ def mark_parts(reaper: Reaper) -> None:
     wrap(exclusive, "create_object", put)
     wrap(records, "create_object", put)
     wrap(records, "_write_all", torn)
+    wrap(Owner, "check", ends_part("metrics"))
     wrap(retention, "remove_file", ends_part("retention"))
     for owner, name in (
         (Journal, "append"),

@@ -38,7 +38,7 @@ TAG = "NEREUS_TEST_TAG"
 # All that a run goes on with shows in the numbers: learning rates and KL weight hang on what was done before.
 TREE: dict[str, Any] = {
     "model": {"tiny": ODD_TINY},
-    "rollout": {"prompts_per_step": 6, "max_prompt_tokens": 16, "max_response_tokens": 10},
+    "rollout": {"prompts_per_step": 8, "max_prompt_tokens": 16, "max_response_tokens": 10},
     "ppo": {
         "minibatches": 2,
         "actor_lr": 3e-3,

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from storage import heartbeat, retention
-from storage.retention import being_read, retire
+from storage.retention import being_read, discard_set, retire
 from storage.small_files import file_exists, list_names, read_file, remove_file, replace_file
 from storage.urls import open_filesystem
 from tests.services.processes import running_python
@@ -43,6 +43,16 @@ def test_what_is_neither_kept_nor_own_goes(store_url):
     assert list_names(store_url) == [*keep, "step-00000004-2"]
     assert len(list_names(f"{store_url}/step-00000003-2")) == 4
     assert retire(store_url, keep=keep, own=["step-00000004-2"], lease_s=LEASE_S) == []
+
+
+def test_a_set_that_its_writer_gives_up_goes(store_url):
+    make_set(store_url, "step-00000000-1")
+    make_set(store_url, "step-00000001-1")
+    for _ in range(2):
+        discard_set(store_url, "step-00000001-1")
+        assert list_names(store_url) == ["step-00000000-1"]
+    with pytest.raises(ValueError, match="is no name of a staged set"):
+        discard_set(store_url, "../step-00000000-1")
 
 
 def test_nothing_there_is_nothing_to_do(store_url):

@@ -126,13 +126,13 @@ def _open_new(config: RunConfig, run_id: str, flow_run_id: str | None) -> OpenRu
 def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id: str | None) -> OpenRun:
     identity = compute_identity(config)
     check_resume(recorded.config, recorded.identity, config, identity)
-    config, note = fit_plan(recorded.config, config.model_copy(update={"run_dir": url}))
+    config = config.model_copy(update={"run_dir": url})  # recorded as it is: its plan may fit again another time
+    fitting, note = fit_plan(recorded.config, config)
     if note is not None:
         logger.warning(note)
-    job, run_dir = prepare_job(config), RunDir(url)
-    claim = next(entry for entry in reversed(recorded.entries) if entry.kind == "take_over").body.get(
-        "staging_claim", ""
-    )
+    job, run_dir = prepare_job(fitting), RunDir(url)
+    newest = next(entry for entry in reversed(recorded.entries) if entry.kind == "take_over")
+    claim = newest.body.get("staging_claim", "")
     body = _take_over_body(recorded.run_id, flow_run_id, config, identity, claim)
     try:
         owner = Owner.take_over(url, body, lease_s=config.staging.lease_s, new=False)

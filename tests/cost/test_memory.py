@@ -14,9 +14,11 @@ from nereus.cost.memory import (
     fits,
     kv_slots,
     room_by_rank,
+    spare_bytes,
 )
 from nereus.cost.rank_memory import FIXED_WORKSPACE_BYTES, estimate_rank, rank_parameters
 from nereus.layout import Layout
+from nereus.limits import REMOTE_STAGING_BUFFER_BYTES, STAGING_BUFFER_BYTES
 from nereus.model.spec import ModelSpec, num_parameters
 from nereus.plan import Plan, StagePlan
 
@@ -212,3 +214,19 @@ def test_shares_of_uneven_work_round_up():
     work = Workload(samples_per_step=10, minibatches=4, prompt_tokens=1, response_tokens=1)
     assert (work.minibatch_samples, work.smallest_minibatch_samples) == (3, 2)
     assert work.share("actor.training", 2) == 2 and work.share("actor.generation", 3) == 4
+
+
+def test_devices_that_train_hold_buffers_for_their_shards():
+    plan = _plan(dp=2).with_stage("reference.inference", devices=(2, 3))
+    remote = replace(WORK, staging_buffer_bytes=REMOTE_STAGING_BUFFER_BYTES)
+    for work, buffer in ((WORK, STAGING_BUFFER_BYTES), (remote, REMOTE_STAGING_BUFFER_BYTES)):
+        residents = PlanMemory(plan, _specs(SMALL), work, "float32").residents
+        assert [residents[device]["staging buffers"] for device in (0, 1, 2, 3)] == [buffer, buffer, 0, 0]
+
+
+def test_spare_bytes_are_free_in_every_phase():
+    specs, plan = _specs(SMOLLM2), _plan(SMOLLM2, dp=2)
+    peaks = estimate_memory(plan, specs, WORK, "float32")
+    capacities = {0: 16 * GIB, 1: int(peaks[1].total / 0.9)}
+    spare = spare_bytes(plan, specs, WORK, "float32", capacities)
+    assert spare == {0: int(0.9 * 16 * GIB) - peaks[0].total, 1: 0}

@@ -150,6 +150,8 @@ class SerialOrder:
 
     def _place_in_place(self, stage: StageState, index: int) -> bool:
         indexes, numbers = closure(index, stage.change, stage.users, stage.pending, stage.alive)
+        if not numbers:
+            return False
         return self._release_for(stage, indexes, (self._drafting.in_place(stage, indexes, numbers), None), [])
 
     def _release_for(self, stage: StageState, indexes: list[int], found: Found | None, own: list[int]) -> bool:

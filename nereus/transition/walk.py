@@ -90,6 +90,8 @@ class _State:
                     self.ready[other.id] = other
 
     def start(self, primitive: Primitive) -> None:
+        is_filled = bool(primitive.reads) or primitive.kind in ("restore", "destroy")
+        assert is_filled, f"{primitive.id} reads nothing"
         for unit in primitive.reads:
             assert _key(unit) in self._live, f"{primitive.id} reads {unit}, which isn't live"
         self.running[primitive.id] = self.waiting.pop(primitive.id)

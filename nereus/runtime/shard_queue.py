@@ -45,6 +45,7 @@ class ShardQueue:
         spare_bytes: Mapping[int, int],
         *,
         shards_in_flight: int,
+        bytes_in_flight: int | None = None,
     ) -> None:
         """Describe the work.
 
@@ -53,7 +54,9 @@ class ShardQueue:
             orders: per device what its worker writes; it holds the same orders.
             spare_bytes: per device what copies of unwritten shards may take.
             shards_in_flight: most shards that a worker writes at the same time.
+            bytes_in_flight: most bytes of them, unless one alone has more; None where they take no memory.
         """
+        self._bytes_in_flight = bytes_in_flight
         self._engine, self._folder, self._shards_in_flight = engine, folder, shards_in_flight
         self._waiting = {device: deque(given) for device, given in orders.items()}
         self._room = dict(spare_bytes)
@@ -64,6 +67,7 @@ class ShardQueue:
         self._events: queue.SimpleQueue[Future | str | None] = queue.SimpleQueue()
         self._sent: dict[Future, _Sent] = {}
         self._writing: Counter[int] = Counter()
+        self._writing_bytes: Counter[int] = Counter()
         self._tries: Counter[str] = Counter()
         self._records: dict[str, ShardRecord] = {}
         self._changed = threading.Condition()
@@ -113,10 +117,18 @@ class ShardQueue:
 
     def _submit(self, device: int) -> None:
         """Keep a worker busy."""
-        while self._waiting[device] and self._writing[device] < self._shards_in_flight:
-            order = self._waiting[device].popleft()
+        waiting = self._waiting[device]
+        while waiting and self._may_begin(device, waiting[0]):
+            order = waiting.popleft()
             self._writing[device] += 1
+            self._writing_bytes[device] += order.num_bytes
             self._send(_Sent(device, (order,), False), "write_shard", folder=self._folder, file=order.file)
+
+    def _may_begin(self, device: int, order: ShardOrder) -> bool:
+        if self._writing[device] == 0 or self._bytes_in_flight is None:
+            return self._writing[device] < self._shards_in_flight
+        fits = self._writing_bytes[device] + order.num_bytes <= self._bytes_in_flight
+        return fits and self._writing[device] < self._shards_in_flight
 
     def _send(self, sent: _Sent, method: str, **arguments: Any) -> None:
         future = self._engine.submit_beside(sent.device, method, **arguments)
@@ -154,6 +166,7 @@ class ShardQueue:
             return
         (order,) = sent.orders
         self._writing[sent.device] -= 1
+        self._writing_bytes[sent.device] -= order.num_bytes
         if error is None:
             self._records[order.file] = future.result()
             self._is_safe(sent.orders)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nereus.commits import Commit
-from nereus.limits import REMOTE_SHARDS_IN_FLIGHT, SHARDS_IN_FLIGHT
+from nereus.limits import REMOTE_SHARD_BYTES, REMOTE_SHARDS_IN_FLIGHT, SHARDS_IN_FLIGHT
 from nereus.runtime.engine import Engine
 from nereus.runtime.shard_queue import MOST_TRIES, ShardQueue
 from nereus.staged_state import ShardOrder
@@ -80,12 +80,14 @@ class Staging:
         """
         self.wait()
         name = f"step-{step:08d}-{self._owner.number}"
+        is_remote = local_path(self._root) is None
         self._queue = ShardQueue(
             self._engine,
             join_url(self._root, name),
             self._orders,
             self._spare_bytes,
-            shards_in_flight=REMOTE_SHARDS_IN_FLIGHT if local_path(self._root) is None else SHARDS_IN_FLIGHT,
+            shards_in_flight=REMOTE_SHARDS_IN_FLIGHT if is_remote else SHARDS_IN_FLIGHT,
+            bytes_in_flight=REMOTE_SHARDS_IN_FLIGHT * REMOTE_SHARD_BYTES if is_remote else None,
         )
         arguments = (self._queue, name, step, run_state, plan)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="nereus-staging", daemon=True)

@@ -107,6 +107,19 @@ def test_each_device_has_a_few_shards_under_way_and_the_records_come_in_order(po
     assert [r.file for r in written.result(10)] == [o.file for given in orders.values() for o in given]
 
 
+def test_shards_that_take_memory_are_bounded_by_their_bytes(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    orders = {0: [order(0, n, num_bytes=size) for n, size in enumerate((30, 30, 60, 200, 10))]}
+    shards = ShardQueue(engine, "folder", orders, {}, shards_in_flight=4, bytes_in_flight=100)
+    written = pool.submit(shards.write_all)
+    for count in (2, 1, 1, 1):  # 30 + 30, 60, 200 alone, 10
+        under_way = engine.take(count)
+        assert not engine.sent
+        for command in under_way:
+            finish(command)
+    written.result(10)
+
+
 def test_a_shard_is_tried_again_and_then_given_up(pool: ThreadPoolExecutor) -> None:
     engine = PaperEngine()
     written = pool.submit(start(engine, {0: [order(0, 0)]}, {}).write_all)

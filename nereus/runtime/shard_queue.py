@@ -64,6 +64,7 @@ class ShardQueue:
         self._at_risk: dict[str, set[str]] = {}  # per group the files that an update would spoil
         for order in (order for given in orders.values() for order in given):
             self._at_risk.setdefault(order.group, set()).add(order.file)
+        self._due: set[str] = set()
         self._events: queue.SimpleQueue[Future | str | None] = queue.SimpleQueue()
         self._sent: dict[Future, _Sent] = {}
         self._writing: Counter[int] = Counter()
@@ -137,6 +138,7 @@ class ShardQueue:
 
     def _hurry(self, group: str) -> None:
         """An update of `group` is due: have its waiting shards copied while there is room, and write the rest first."""
+        self._due.add(group)
         for device, waiting in self._waiting.items():
             mine = [order for order in waiting if order.file in self._at_risk[group]]
             copied: list[ShardOrder] = []
@@ -174,7 +176,10 @@ class ShardQueue:
         self._tries[order.file] += 1
         if self._tries[order.file] >= MOST_TRIES:
             raise ShardFailed(f"{order.file} of device {sent.device}: {error.message}")
-        self._waiting[sent.device].append(order)
+        put_back = (
+            self._waiting[sent.device].appendleft if order.group in self._due else self._waiting[sent.device].append
+        )
+        put_back(order)
 
     def _is_safe(self, orders: Sequence[ShardOrder]) -> None:
         with self._changed:

@@ -16,6 +16,7 @@ from storage.manifest import ShardRecord
 from storage.slices import TensorSlice
 
 IN_FLIGHT = 2
+GROUPS = ("actor.training", "critic.training")
 
 
 class PaperEngine(Engine):
@@ -34,10 +35,10 @@ class PaperEngine(Engine):
             self.arrived.notify_all()
         return future
 
-    def take(self, count: int = 1) -> list[tuple[int, str, dict[str, Any], Future]]:
+    def take(self, count: int = 1, timeout_s: float = 10.0) -> list[tuple[int, str, dict[str, Any], Future]]:
         """Wait for the next commands and return them."""
         with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.sent) >= count, timeout=10), self.sent
+            assert self.arrived.wait_for(lambda: len(self.sent) >= count, timeout_s), self.sent
             taken, self.sent = self.sent[:count], self.sent[count:]
             return taken
 
@@ -164,6 +165,46 @@ def test_an_update_waits_for_shards_under_way_and_has_the_rest_copied(pool: Thre
     pool.submit(shards.make_way, "actor.training").result(10)  # nothing is at risk any more
     rest = [finish(*engine.take()) for _ in range(3)]
     assert sorted(rest) == sorted(o.file for o in orders[0][IN_FLIGHT:])
+    written.result(10)
+
+
+def test_what_is_being_copied_is_not_written_meanwhile(pool: ThreadPoolExecutor) -> None:
+    """It would be read from the live tensors, and still be under way when the copy lets the update begin."""
+    engine = PaperEngine()
+    shards = start(engine, {0: [order(0, n) for n in range(4)]}, {0: 1000})
+    written = pool.submit(shards.write_all)
+    under_way = engine.take(IN_FLIGHT)
+    update = pool.submit(shards.make_way, "actor.training")
+    (copy,) = engine.take()
+    for command in under_way:
+        finish(command)
+    with pytest.raises(AssertionError):
+        engine.take(timeout_s=0.2)
+    assert not update.done()
+    finish(copy)
+    update.result(10)
+    for _ in range(2):
+        finish(*engine.take())
+    written.result(10)
+
+
+def test_what_fails_while_an_update_is_due_is_tried_again_at_once(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+    shards = start(engine, {0: [order(0, n, group) for n in range(2) for group in GROUPS]}, {})
+    written = pool.submit(shards.write_all)
+    first, second = engine.take(2)
+    update = pool.submit(shards.make_way, "actor.training")
+    finish(second)
+    (third,) = engine.take()
+    assert third[2]["file"] == "actor.training-0-1.safetensors"
+    fail(first)
+    (again,) = engine.take()
+    assert again[2]["file"] == "actor.training-0-0.safetensors"
+    finish(again)
+    finish(third)
+    update.result(10)
+    for command in engine.take(1):
+        finish(command)
     written.result(10)
 
 

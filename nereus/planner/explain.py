@@ -23,7 +23,8 @@ def why_worse(candidate: Candidate, best: Candidate) -> str:
     losses = {stage: seconds - best.cost.stages_s[stage] for stage, seconds in candidate.cost.stages_s.items()}
     stage, most = max(losses.items(), key=lambda item: item[1])
     if most <= 0:
-        return f"+{share:.1f}%"
+        others = [name for name in candidate.plan if candidate.plan[name].layout != best.plan[name].layout]
+        return f"+{share:.1f}%: as fast; {', '.join(others)} planned otherwise"
     gains = {name: -loss for name, loss in losses.items() if loss < -_WORTH_NAMING * best.step_s}
     text = f"+{share:.1f}%: {_stage_name(stage)} takes {_seconds(most)} longer"
     cause = _cause(candidate, best, stage)

@@ -22,7 +22,7 @@ _NO_MATTER = 1e6
 def plan_search(setting: Setting, *, current: Plan | None = None, runners_up: int = 5, infeasible: int = 5) -> Search:
     """Return the best plan, its runners-up with the reason why each is worse, and why some faster ones don't fit.
 
-    Runners-up differ from the best plan and from each other in some layout.
+    Runners-up differ from the best plan and from each other in some layout of training or generation.
 
     Args:
         current: the plan in force; its tp and pp are tried even where they are no powers of two.
@@ -46,7 +46,7 @@ def best_plans(
     """Return the `count` fastest plans that fit, fastest first, fewer if there are no more.
 
     Args:
-        by_layouts: of plans with the same layouts everywhere return only the fastest.
+        by_layouts: of plans with the same layouts in training and generation return only the fastest.
     """
     return _candidates(setting, _layouts(setting, current), count, by_layouts=by_layouts)
 

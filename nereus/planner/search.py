@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nereus.layout import Layout
+from nereus.plan import stage_of
 from nereus.planner.bounds import InferenceClasses, inference_s
 from nereus.planner.fit import Fitted, Fitter
 from nereus.planner.pairs import Pairs, inference_pairs, place_row, training_pairs
@@ -36,7 +37,7 @@ SLACK = 1e-3
 class Found:
     """The fastest plans so far, at most `count`, fastest first; one faster by less than the share `slack` is missed.
 
-    With `by_layouts` no two have the same layouts everywhere; else they may differ in dp alone.
+    With `by_layouts` no two have the same layouts in training and generation; else they may differ in dp alone.
     """
 
     count: int
@@ -61,7 +62,7 @@ class Found:
 
 
 def _layouts_of(fitted: Fitted) -> dict[str, Layout]:
-    return {name: place.layout for name, place in fitted.places.items()}
+    return {name: place.layout for name, place in fitted.places.items() if stage_of(name) != "inference"}
 
 
 class PlanSpace:
@@ -135,7 +136,7 @@ def find_plans(
 
     Args:
         layouts: per model-stage those to choose from.
-        by_layouts: of plans with the same layouts everywhere return only the fastest.
+        by_layouts: of plans with the same layouts in training and generation return only the fastest.
     """
     if any(not each for each in layouts.values()):
         return []

@@ -32,7 +32,7 @@ def _stage_placements(setting: Setting, stage: str) -> list[dict[str, StagePlan]
     names = [name for name in MODEL_STAGES if name in setting.job.specs and stage_of(name) == stage]
     ids = setting.cluster.device_ids
     found = []
-    for sizes in itertools.product(*(_sizes(setting, name) for name in names)):
+    for sizes in itertools.product(*(sizes_of(setting, name) for name in names)):
         starts = [[0] * len(names)]
         if len(names) == 2:
             starts.append([0, sizes[0][0] * sizes[0][1].size])
@@ -46,7 +46,8 @@ def _stage_placements(setting: Setting, stage: str) -> list[dict[str, StagePlan]
     return found
 
 
-def _sizes(setting: Setting, name: str) -> list[tuple[int, Layout]]:
+def sizes_of(setting: Setting, name: str) -> list[tuple[int, Layout]]:
+    """Return every dp and layout of a model-stage."""
     spec, num = setting.job.specs[name], len(setting.cluster.devices)
     load = setting.job.load
     most = load.smallest_minibatch_samples if stage_of(name) == "training" else load.samples
@@ -86,11 +87,11 @@ class Exhaustive:
         if self._total(plan, tuple(self._ideal(name, stage) for name, stage in plan.items())) >= limit:
             return None
         setting = self.setting
-        usable = {d: int(n * USABLE_SHARE / setting.memory_factor) for d, n in setting.cluster.capacities.items()}
+        usable = self.usable()
         trained = {d for name, s in plan.items() if stage_of(name) == "training" for d in s.devices}
         room = {d: n - (setting.workload.staging_buffer_bytes if d in trained else 0) for d, n in usable.items()}
         for name, stage in plan.items():
-            held = self._resident(name, stage)
+            held = self.resident(name, stage)
             for index, device in enumerate(stage.devices):
                 room[device] -= held[index % stage.layout.size]
         if min(room[device] for device in plan.devices) < setting.workload.workspace_bytes:
@@ -106,15 +107,20 @@ class Exhaustive:
             return None
         return min(self._total(plan, picks) for picks in itertools.product(*choices))
 
+    def usable(self) -> dict[int, int]:
+        """Return the bytes that may be used, by device."""
+        setting = self.setting
+        return {d: int(n * USABLE_SHARE / setting.memory_factor) for d, n in setting.cluster.capacities.items()}
+
     def _ideal(self, name: str, stage: StagePlan) -> dict[str, float]:
         """Return the least seconds by phase over all choices, as if memory were no matter."""
         key = (name, stage)
         if key not in self._ideals:
-            choices = [self._phase_seconds(name, stage, *choice) for choice, _ in self._all_needs(name, stage)]
+            choices = [self.phase_seconds(name, stage, *choice) for choice, _ in self.all_needs(name, stage)]
             self._ideals[key] = {phase: min(each[phase] for each in choices) for phase in choices[0]}
         return self._ideals[key]
 
-    def _resident(self, name: str, stage: StagePlan) -> list[int]:
+    def resident(self, name: str, stage: StagePlan) -> list[int]:
         key = (name, stage.layout)
         if key not in self._residents:
             self._residents[key] = [
@@ -129,16 +135,16 @@ class Exhaustive:
     def _fitting(self, name: str, stage: StagePlan, rooms: list[int]) -> list[dict[str, float]]:
         """Return the seconds by phase of every choice that fits; of generation, of the most slots."""
         found = []
-        for key, needs in self._all_needs(name, stage):
+        for key, needs in self.all_needs(name, stage):
             if all(need <= room for need, room in zip(needs, rooms, strict=True)):
-                seconds = self._phase_seconds(name, stage, *key)
+                seconds = self.phase_seconds(name, stage, *key)
                 if stage_of(name) == "generation":
                     return [seconds]
                 if seconds not in found:
                     found.append(seconds)
         return found
 
-    def _all_needs(self, name: str, stage: StagePlan) -> list[tuple[tuple[int, bool], list[int]]]:
+    def all_needs(self, name: str, stage: StagePlan) -> list[tuple[tuple[int, bool], list[int]]]:
         key = (name, stage.layout, stage.dp)
         if key not in self._needs:
             share = self.setting.workload.share(name, stage.dp)
@@ -155,7 +161,7 @@ class Exhaustive:
         ranks = [self._rank(name, chosen, rank) for rank in range(stage.layout.size)]
         return [max(sum(kinds.values()) for kinds in rank.phases.values()) for rank in ranks]
 
-    def _phase_seconds(self, name: str, stage: StagePlan, size: int, flag: bool) -> dict[str, float]:
+    def phase_seconds(self, name: str, stage: StagePlan, size: int, flag: bool) -> dict[str, float]:
         key = (name, stage, size, flag)
         if key not in self._seconds:
             setting = self.setting
@@ -172,29 +178,31 @@ class Exhaustive:
         return all(sum(memory.phases(d)["weight sync"].values()) <= room[d] for d in plan.devices)
 
     def _total(self, plan: Plan, picks: tuple[dict[str, float], ...]) -> float:
-        setting = self.setting
         stages = {}
         for phase in ("generation", "inference", "training"):
             running = [(s.devices, p[phase]) for (_, s), p in zip(plan.items(), picks, strict=True) if phase in p]
             stages[phase] = makespan([d for d, _ in running], [s for _, s in running])
-        key = (plan["actor.training"], plan["actor.generation"])
+        sync_s = self.sync_s(plan["actor.training"], plan["actor.generation"])
+        staging_s = self.staging_s([stage for name, stage in plan.items() if stage_of(name) == "training"])
+        return max(stages["generation"] + stages["inference"], staging_s) + stages["training"] + sync_s
+
+    def sync_s(self, training: StagePlan, generation: StagePlan) -> float:
+        """Return the seconds of the weight sync."""
+        setting, key = self.setting, (training, generation)
         if key not in self._syncs:
             rates = Rates(setting.cluster.kind, setting.job.precision)
             sync = weight_sync_operations(setting.job.specs["actor.training"], *key, setting.cluster, rates)
             self._syncs[key] = float(sync.total_s(setting.efficiencies))
-        return (
-            max(stages["generation"] + stages["inference"], self._staging_s(plan))
-            + stages["training"]
-            + self._syncs[key]
-        )
+        return self._syncs[key]
 
-    def _staging_s(self, plan: Plan) -> float:
+    def staging_s(self, trained: list[StagePlan]) -> float:
+        """Return the seconds of writing the state of all training model-stages, which lie as given."""
         setting, rates = self.setting, Rates(self.setting.cluster.kind, self.setting.job.precision)
         if not setting.job.staging:
             return 0.0
-        trained = {name: setting.job.specs[name] for name in plan if stage_of(name) == "training"}
-        devices = tuple(sorted({d for name in trained for d in plan[name].devices}))
+        specs = {name: spec for name, spec in setting.job.specs.items() if stage_of(name) == "training"}
+        devices = tuple(sorted({d for stage in trained for d in stage.devices}))
         if devices not in self._stagings:
-            writing = staging_operations(trained, devices, setting.cluster, rates)
+            writing = staging_operations(specs, devices, setting.cluster, rates)
             self._stagings[devices] = float(writing.total_s(setting.efficiencies))
         return self._stagings[devices]

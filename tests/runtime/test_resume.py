@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ from nereus.commits import live_commits
 from nereus.config import build_config
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.local import LocalEngine
+from nereus.runtime.rank_state import Counters
 from nereus.runtime.session import Session
 from storage.journal import Journal
 from storage.records import append_record, read_records
 from tests.parity.runs import ODD_TINY, Run, largest_difference, read_whole, uniform_plan
 from tests.parity.test_layouts import assert_bitwise_equal
-from tests.runtime.steps import run_step
+from tests.runtime.steps import complete_step, prepare_step, run_step
 
 STAGES = ["actor.generation", "actor.training", "critic.training", "reference.inference"]
 TREE: dict[str, Any] = {
@@ -260,6 +262,27 @@ def test_records_of_other_rooms_are_cut_back_too(tmp_path: Path, engine: LocalEn
         pass
     for name in ("metrics.jsonl", "decisions.jsonl", "transitions.jsonl"):
         assert [r["step"] for r in read_records(str(run_dir / name))] == [0], name
+
+
+def test_skipped_updates_are_counted_across_a_resume(tmp_path: Path, fragile: LocalEngine) -> None:
+    """Two at the end of one step and one at the beginning of the next are three in a row."""
+    tree = {"plan": {name: {"devices": [0]} for name in STAGES}}
+
+    def spoil(session: Session, step: int) -> None:
+        prepare_step(session, step)
+        for advantages in session.rollouts.columns["advantages"]:
+            advantages[-1] = math.inf
+
+    with open_session(tmp_path / "run", fragile, **tree) as session:
+        spoil(session, 0)
+        assert complete_step(session, 0)["skipped_updates"] == 2
+        session.stage_state(0)
+    with open_session(tmp_path / "run", fragile, go_on=True, **tree) as session:
+        assert session.counters["actor.training"] == Counters(updates=0, skipped_in_a_row=2)
+        assert session.counters["critic.training"] == Counters(updates=2, skipped_in_a_row=0)
+        spoil(session, 1)
+        with pytest.raises(CommandError, match="not finite in 3 updates in a row"):
+            session.train_actor(1)
 
 
 # Who may go on

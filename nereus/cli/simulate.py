@@ -80,7 +80,7 @@ def _write_plot(comparison: "Comparison", name: str, path: Path) -> None:
 
     world = comparison.world
     figure = draw_simulation(
-        name,
+        Path(name).stem,
         {run.policy: run.step_seconds() for run in comparison.runs},
         world.device_counts,
         [world.load(step).response_tokens for step in range(world.scenario.steps)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nereus.cluster import Cluster
+from nereus.cluster import Cluster, NodeKind
 from nereus.controller.decision import Decision, StepOutcome
 from nereus.controller.loop import Surroundings
 from nereus.cost.memory import estimate_memory
@@ -38,7 +38,7 @@ class SimulatedExecutor:
         self.clock = Clock()
         self.spent: list[Spent] = []
         self._world = world
-        self._pricer = TransitionPricer(world.job(0), world.cluster)
+        self._pricers: dict[NodeKind, TransitionPricer] = {}
         self._attempts: dict[int, int] = {}
         self._lost: frozenset[int] = frozenset()
 
@@ -51,11 +51,19 @@ class SimulatedExecutor:
     def apply(self, decision: Decision) -> float:
         """Move to the decision's plan at the true price, with noise."""
         step = decision.step
-        price = self._pricer.estimate(decision.current, decision.plan, self._world.efficiencies(step), lost=self._lost)
+        pricer = self._pricer(step)
+        price = pricer.estimate(decision.current, decision.plan, self._world.efficiencies(step), lost=self._lost)
         seconds = price.seconds * self._world.noise(step, self._attempts.get(step, 0), "transition")
         self._spend(step, "transition", seconds, decision.plan, decision.changes_layout)
         self._lost = frozenset()
         return seconds
+
+    def _pricer(self, step: int) -> TransitionPricer:
+        """Return the pricer for the links as they really are in a step."""
+        cluster = self._world.true_cluster(step)
+        if cluster.kind not in self._pricers:
+            self._pricers[cluster.kind] = TransitionPricer(self._world.job(step), cluster)
+        return self._pricers[cluster.kind]
 
     def run_step(self, step: int, plan: Plan) -> StepOutcome:
         """Run one step; it breaks off where memory runs out or devices vanish."""

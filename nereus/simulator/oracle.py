@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nereus.cluster import NodeKind
 from nereus.controller.decision import Boundary, Planning
 from nereus.plan import Plan
 from nereus.simulator.executor import NoiseOfStep, Spent, true_seconds
@@ -118,12 +119,12 @@ def _measure(
 
 def run_oracle(world: World, landscape: Landscape) -> PolicyRun:
     """Return the series of plans with the least total time over the plans of a landscape of all steps."""
-    prices = price_matrix(world, landscape.plans)
+    prices = price_matrices(world, landscape.plans)
     num_steps = len(landscape.latency_s)
     # best[s][p]: least total of the steps up to s that ends on plan p; came_from: the plan before it.
     best, came_from = [landscape.noisy_s[0]], [np.zeros(len(landscape.plans), dtype=int)]
     for step in range(1, num_steps):
-        totals = best[-1][:, None] + prices
+        totals = best[-1][:, None] + prices[step]
         reached = totals.min(axis=0) + landscape.noisy_s[step]
         if not np.isfinite(reached).any():
             break
@@ -135,7 +136,7 @@ def run_oracle(world: World, landscape: Landscape) -> PolicyRun:
     return PolicyRun("oracle", tuple(_account(landscape, prices, columns[::-1])))
 
 
-def _account(landscape: Landscape, prices: np.ndarray, columns: Sequence[int]) -> list[Spent]:
+def _account(landscape: Landscape, prices: Sequence[np.ndarray], columns: Sequence[int]) -> list[Spent]:
     spent: list[Spent] = []
     for step, column in enumerate(columns):
         plan = landscape.refitted[step][column]
@@ -143,14 +144,20 @@ def _account(landscape: Landscape, prices: np.ndarray, columns: Sequence[int]) -
         previous = columns[step - 1] if step else column
         if moves_state(landscape.plans[previous], landscape.plans[column]):
             is_layout = changes_layout(landscape.plans[previous], landscape.plans[column])
-            spent.append(Spent(step, "transition", float(prices[previous, column]), plan, is_layout))
+            spent.append(Spent(step, "transition", float(prices[step][previous, column]), plan, is_layout))
         spent.append(Spent(step, "step", float(landscape.noisy_s[step, column]), plan))
     return spent
 
 
-def price_matrix(world: World, plans: Sequence[Plan]) -> np.ndarray:
-    """Return float64 [plans, plans]: the true seconds of moving from each plan to each other."""
-    return TransitionPricer(world.job(0), world.true_cluster(0)).estimate_all(plans, world.efficiencies(0))
+def price_matrices(world: World, plans: Sequence[Plan]) -> list[np.ndarray]:
+    """Return by step float64 [plans, plans]: the true seconds of moving from each plan to each other."""
+    known: dict[NodeKind, np.ndarray] = {}
+    for step in range(world.scenario.steps):
+        cluster = world.true_cluster(step)
+        if cluster.kind not in known:
+            pricer = TransitionPricer(world.job(step), cluster)
+            known[cluster.kind] = pricer.estimate_all(plans, world.efficiencies(step))
+    return [known[world.true_cluster(step).kind] for step in range(world.scenario.steps)]
 
 
 def gaps_to_best(world: World, run: PolicyRun, landscape: Landscape, steps: Mapping[int, int]) -> tuple[float, ...]:

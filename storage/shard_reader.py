@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from storage.errors import hide_credentials
 from storage.safetensors_header import DTYPES
 from storage.shard_record import ITEM_BYTES, Piece, ShardRecord, TensorMeta, damage
 from storage.slices import TensorSlice
-from storage.tensor_bytes import bytes_of, lies_in_order
+from storage.tensor_bytes import bytes_of, copy_elements, lies_in_order
 from storage.urls import join_url, local_path
 
 _MAX_SEGMENTS = 512  # of one system call, which takes 1,024
@@ -28,6 +29,11 @@ class Target:
 
     part: TensorSlice
     out: Tensor
+
+    @functools.cached_property
+    def memory(self) -> memoryview | None:
+        """The tensor's memory, if it lies in order."""
+        return bytes_of(self.out) if lies_in_order(self.out) else None
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,18 @@ class PieceRead:
         """Return the memory of the target if the piece's bytes belong there as they are, else None."""
         if len(self.targets) != 1:
             return None
-        part, (target,) = self.piece.part, self.targets
-        if target.out.dtype != DTYPES[self.meta.dtype] or part.intersect(target.part) != part:
+        (target,) = self.targets
+        part, outer = self.piece.part, target.part
+        if target.memory is None or target.out.dtype != DTYPES[self.meta.dtype]:
             return None
-        place = target.out[part.within(target.part)]
-        return bytes_of(place) if lies_in_order(place) else None
+        if part.starts[1:] != outer.starts[1:] or part.sizes[1:] != outer.sizes[1:]:  # not whole rows of the target
+            return None
+        first = part.starts[0] - outer.starts[0] if part.sizes else 0
+        if first < 0 or (part.sizes and first + part.sizes[0] > outer.sizes[0]):
+            return None
+        num_bytes = self.piece.stop - self.piece.start
+        start = first * (num_bytes // part.sizes[0]) if part.sizes else 0
+        return target.memory[start : start + num_bytes]
 
     def copy(self, block: TensorSlice, data: Tensor) -> None:
         """Copy the elements of one block of the piece to all targets that want them."""
@@ -54,7 +67,7 @@ class PieceRead:
         for target in self.targets:
             common = block.intersect(target.part)
             if common is not None:
-                target.out[common.within(target.part)] = held[common.within(block)]
+                copy_elements(target.out[common.within(target.part)], held[common.within(block)])
 
 
 @dataclass

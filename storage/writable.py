@@ -51,8 +51,8 @@ def check_writable(url: str | os.PathLike[str], *, field: str = "run_dir") -> No
 def describe_access(error: Exception) -> str:
     """Return what keeps us from a place and what the user can do, as `(WHAT); MEND`, without credentials."""
     cause = error.__cause__
-    # Missing credentials that were translated on the way here.
-    if isinstance(cause, Exception) and type(as_os_error(cause)) is PermissionError is not type(cause):
+    # What never reached the store says more before it was translated.
+    if isinstance(cause, Exception) and as_os_error(cause) is not cause and not answer_of(error)[1]:
         error = cause
     return f"({_what(error)}); {_mend(error)}"
 

@@ -1,4 +1,4 @@
-"""A small run through the command line, the real flow and real workers, to its checkpoint and its report."""
+"""A small run through the command line, the real flow and real workers: its checkpoint, its report, and more steps."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SMALL = (
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_from_a_recipe_to_a_checkpoint_that_transformers_loads(tmp_path: Path):
+def test_from_a_recipe_to_a_checkpoint_that_transformers_loads_and_on(tmp_path: Path):
     run_dir, out = tmp_path / "amber", tmp_path / "out"
     result = CliRunner().invoke(app, ["run", "tiny-cpu", *SMALL, "--run-dir", str(run_dir)])
     assert result.exit_code == 0, result.output
@@ -33,3 +33,10 @@ def test_from_a_recipe_to_a_checkpoint_that_transformers_loads(tmp_path: Path):
     again = CliRunner().invoke(app, ["run", "tiny-cpu", *SMALL, "--run-dir", str(run_dir)])
     assert again.exit_code == 2
     assert again.stderr.startswith(f"nereus: run_dir: {run_dir} already holds a run; choose another directory, or")
+
+    more = CliRunner().invoke(app, ["resume", str(run_dir), "steps=3", "cluster.devices=1"])
+    assert more.exit_code == 0, more.output
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["plan"]["actor.training"]["devices"] for line in lines] == [[0, 1], [0, 1], [0]]
+    assert CliRunner().invoke(app, ["inspect", str(run_dir), "--verify"]).exit_code == 0

@@ -27,8 +27,8 @@ from nereus.planner.sync import SyncSeconds
 from nereus.planner.tables import Levels, StageTable, build_table
 
 # Training pairs that are expanded at a time: few at first, to have a plan to measure the others by.
-_FIRST_CHUNK = 2
-_CHUNK = 16
+_FIRST_CHUNK = 4
+_CHUNK = 64
 # On more than 16 devices a plan that is faster by less than this share isn't looked for: there are too many alike.
 SLACK = 1e-3
 
@@ -162,6 +162,9 @@ class _Search:
             if bounds[chunk[0]] >= self.found.limit_s:
                 break
             self._expand(chunk[bounds[chunk] < self.found.limit_s])
+            if not self.found.plans and len(self._open[0]):
+                # The most promising one so far, whatever may come: a limit spares most of what does.
+                self._complete_below(float(self._open[0][0]))
             start, size = start + size, _CHUNK
         self._complete_below(np.inf)
         return self.found.plans

@@ -87,6 +87,71 @@ def on_threads(pool: Executor, run: Callable[[Primitive], R]) -> Callable[[Primi
     return submit
 
 
+class Clock(Protocol):
+    """Virtual time: `nereus.simulator.clock.Clock` is one."""
+
+    now: float
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None: ...
+
+    def run(self) -> None: ...
+
+
+class Timed:
+    """A primitive in virtual time; `result` is when it ended."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._then: list[Callable[[], None]] = []
+        self._end: float | None = None
+
+    def finish(self) -> None:
+        self._end = self._clock.now
+        for action in self._then:
+            action()
+
+    def when_done(self, action: Callable[[], None]) -> None:
+        if self._end is None:
+            self._then.append(action)
+        else:
+            action()
+
+    def result(self) -> float:
+        if self._end is None:
+            self._clock.run()
+        assert self._end is not None, "virtual time has run out"
+        return self._end
+
+
+def on_clock(
+    clock: Clock, seconds: Callable[[Primitive], float], started: Callable[[Primitive], None] | None = None
+) -> Callable[[Primitive, Sequence[Timed]], Timed]:
+    """Return a `submit` that takes up virtual time.
+
+    Args:
+        seconds: what a primitive takes.
+        started: told of each primitive when it starts.
+    """
+
+    def submit(primitive: Primitive, wait_for: Sequence[Timed]) -> Timed:
+        timed, left = Timed(clock), [len(wait_for) or 1]
+
+        def one_ended() -> None:
+            left[0] -= 1
+            if not left[0]:
+                if started is not None:
+                    started(primitive)
+                clock.after(seconds(primitive), timed.finish)
+
+        for other in wait_for:
+            other.when_done(one_ended)
+        if not wait_for:
+            one_ended()
+        return timed
+
+    return submit
+
+
 def _run_into(done: Future[R], run: Callable[[Primitive], R], primitive: Primitive) -> None:
     try:
         result = run(primitive)

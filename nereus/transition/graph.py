@@ -9,16 +9,20 @@ from typing import Literal
 from nereus.layout import Layout
 from nereus.plan import Plan, StagePlan, stage_of
 from nereus.transition.assign import NodeOf, assign_ranks, one_node
-from nereus.transition.draft import Draft, add_resource_edges
+from nereus.transition.critical_path import price_graph
+from nereus.transition.draft import Draft
+from nereus.transition.durations import durations
 from nereus.transition.local import GENERATION, stage_changes
 from nereus.transition.memory import TransitionMemory, format_bytes, resident_bytes
 from nereus.transition.order import DeadEnd, SerialOrder
 from nereus.transition.primitives import Reservation, TransitionGraph
+from nereus.transition.resource_edges import find_resource_edges
+from nereus.transition.shorten import shorten
+from nereus.transition.speeds import Speeds
 from nereus.transition.stage_state import StageState
 
 # Whether the state of this boundary is in storage: not at all, on its way, or committed.
 StagedSet = Literal["none", "pending", "committed"]
-Price = Callable[[TransitionGraph], float]
 
 
 class InfeasibleTransition(ValueError):
@@ -34,17 +38,17 @@ def plan_transition(
     staged_set: StagedSet = "none",
     lost: Collection[int] = frozenset(),
     node_of: NodeOf = one_node,
-    price: Price | None = None,
+    speeds: Speeds | None = None,
 ) -> TransitionGraph:
     """Return the graph that leads from one plan to another.
 
     Args:
         target: a legal plan that fits; its devices may come out in another rank order.
-        transport: "auto" moves directly what memory lets it, unless `price` says that storage is faster.
+        transport: "auto" moves directly what memory lets it, unless `speeds` say that storage is faster.
         staged_set: whether storage has the state of this boundary; else a staged transport writes it first.
         lost: devices of the current plan whose memory is gone.
         node_of: devices change places with others of their node only.
-        price: seconds of a graph.
+        speeds: of links and storage. With them, a small graph is also put into an order that ends sooner.
 
     Raises:
         InfeasibleTransition: memory lacks during the move ("direct"), or at its end; or state has no live copy.
@@ -54,18 +58,22 @@ def plan_transition(
     target = assign_devices(current, target, memory, lost, node_of)
     build = _Build(current, target, memory, staged_set, frozenset(lost), node_of)
     everything = frozenset(target)
-    if transport == "staged":
-        return build.graph(everything)
-    if transport == "direct":
-        return build.graph(frozenset())
-    first = build.escalated(frozenset())
-    if price is None or not first.primitives:
-        return first
-    staged = build.graph(everything)
-    options = [first, staged]
-    mixed = _faster_staged(first, staged, price)
-    if mixed and mixed < everything:
-        options.append(build.escalated(mixed))
+    if transport == "auto":
+        graph = build.escalated(frozenset())
+        if speeds is not None and graph.primitives:
+            graph = _cheapest(build, graph, lambda option: price_graph(option, memory, speeds))
+    else:
+        graph = build.graph(everything if transport == "staged" else frozenset())
+    return graph if speeds is None else shorten(graph, durations(graph, memory, speeds))
+
+
+def _cheapest(build: _Build, direct: TransitionGraph, price: Callable[[TransitionGraph], float]) -> TransitionGraph:
+    """Return the cheapest of: as much directly as memory lets, all staged, and each model-stage as is faster for it."""
+    staged = build.graph(frozenset(direct.target))
+    faster = frozenset(name for name in direct.target if price(_only(staged, name)) < price(_only(direct, name)))
+    options = [direct, staged]
+    if faster and faster < frozenset(direct.target):
+        options.append(build.escalated(faster))
     return min(options, key=price)
 
 
@@ -167,16 +175,15 @@ class _Build:
         raise AssertionError("unreachable")
 
     def _finish(self, order: SerialOrder) -> TransitionGraph:
-        drafts = order.drafts
-        add_resource_edges(drafts, self._free)
-        for draft in drafts:
+        edges = find_resource_edges(order.drafts, self._free)
+        for draft in order.drafts:
             if draft.kind == "stage" and self._is_pending:
                 draft.bytes = 0
-        drafts = drafts + [draft for draft in map(_after_commit, order.stages.values()) if draft is not None]
+        drafts = [*order.drafts, *(draft for draft in map(_after_commit, order.stages.values()) if draft is not None)]
         return TransitionGraph(
             current=self._current,
             target=self._target,
-            primitives=tuple(draft.final() for draft in drafts),
+            primitives=tuple(draft.final(edges.get(draft.id, ())) for draft in drafts),
             kept=tuple(unit for change in self._changes for unit in change.kept),
             free_bytes=self._free,
             recoverable=self._recoverable,
@@ -227,14 +234,10 @@ def _after_commit(stage: StageState) -> Draft | None:
     return draft
 
 
-def _faster_staged(direct: TransitionGraph, staged: TransitionGraph, price: Price) -> frozenset[str]:
-    """Return the model-stages that are faster through storage, each on its own."""
-    return frozenset(name for name in direct.target if price(_only(staged, name)) < price(_only(direct, name)))
-
-
 def _only(graph: TransitionGraph, name: str) -> TransitionGraph:
-    """Return what of a graph concerns one model-stage."""
-    own = {primitive.id for primitive in graph.primitives if primitive.model_stage == name}
+    """Return what of a graph concerns one model-stage, the writing of what it reads included."""
+    mine = [primitive for primitive in graph.primitives if primitive.model_stage == name]
+    own = {id for primitive in mine for id in (primitive.id, *primitive.streams)}
     primitives = (
         replace(
             primitive,

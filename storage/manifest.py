@@ -32,6 +32,10 @@ GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 FILE = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 NAME = re.compile(r"[!-?A-~]{1,500}")  # printable ASCII without "@", which sets off the start of a key
 
+_TOP = frozenset({"format", "version", "run_id", "step", "run_state", "plan", "shards"})
+_SHARD = frozenset({"group", "file", "num_bytes", "header_checksum", "tensors"})
+_TENSOR = frozenset({"dtype", "shape", "pieces"})
+_PIECE = frozenset({"starts", "sizes", "key", "bytes", "checksum"})
 _KEY, _RUN_ID = re.compile(r"[!-~]{1,530}"), re.compile(r"[^\x00-\x1f\ud800-\udfff]{1,1000}")
 _HEX16, _HEX32 = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}")
 _START = re.compile(rb'\{"format":"nereus-state","version":([1-9][0-9]{0,8}),')
@@ -160,8 +164,7 @@ def _load(text: bytes) -> dict[str, Any]:
 
 
 def _parse_tree(value: Any, checksum: str) -> Manifest:
-    names = ("format", "version", "run_id", "step", "run_state", "plan", "shards")
-    tree = _members(value, "top level", *names)
+    tree = _members(value, "top level", _TOP)
     if tree["format"] != FORMAT or tree["version"] != VERSION:
         _refuse("format and version", (tree["format"], tree["version"]))
     shards = tuple(_parse_shard(shard) for shard in _list(tree["shards"], "shards"))
@@ -179,11 +182,11 @@ def _parse_tree(value: Any, checksum: str) -> Manifest:
 
 
 def _parse_shard(value: Any) -> ShardRecord:
-    tree = _members(value, "shard", "group", "file", "num_bytes", "header_checksum", "tensors")
+    tree = _members(value, "shard", _SHARD)
     tensors: dict[str, TensorMeta] = {}
     pieces: list[Piece] = []
     for name, item in _members(tree["tensors"], "map of tensors").items():
-        described = _members(item, f"tensor {_text(name, NAME, 'tensor name')!r}", "dtype", "shape", "pieces")
+        described = _members(item, f"tensor {_text(name, NAME, 'tensor name')!r}", _TENSOR)
         if not isinstance(described["dtype"], str) or described["dtype"] not in ITEM_BYTES:
             _refuse(f"dtype of tensor {name!r}", described["dtype"])
         tensors[name] = TensorMeta(described["dtype"], _sizes(described["shape"], f"shape of tensor {name!r}"))
@@ -199,8 +202,9 @@ def _parse_shard(value: Any) -> ShardRecord:
 
 
 def _parse_piece(name: str, value: Any) -> Piece:
-    tree = _members(value, f"piece of {name!r}", "starts", "sizes", "key", "bytes", "checksum")
-    starts, sizes, place = (_sizes(tree[key], f"{key} of a piece of {name!r}") for key in ("starts", "sizes", "bytes"))
+    tree = _members(value, "piece", _PIECE)
+    starts, sizes = _sizes(tree["starts"], "place of a piece"), _sizes(tree["sizes"], "size of a piece")
+    place = _sizes(tree["bytes"], "byte range of a piece")
     if len(starts) != len(sizes) or len(place) != 2:
         _refuse(f"piece of {name!r}", tree)
     key, checksum = _text(tree["key"], _KEY, "key"), _text(tree["checksum"], _HEX16, "checksum of a piece")
@@ -211,10 +215,10 @@ def _refuse(what: str, value: object) -> NoReturn:
     raise Inconsistent(f"its {what} can't be {reprlib.repr(value)[:200]}")
 
 
-def _members(value: Any, what: str, *names: str) -> dict[str, Any]:
+def _members(value: Any, what: str, names: frozenset[str] | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         _refuse(what, value)
-    if names and value.keys() != set(names):
+    if names and value.keys() != names:
         _refuse(f"members of {what}", list(value))
     return value
 
@@ -228,10 +232,9 @@ def _text(value: Any, pattern: re.Pattern[str], what: str) -> str:
 
 
 def _sizes(value: Any, what: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_DIMS or not all(map(_is_size, value)):
+    # A loop over the numbers would be most of the time that a manifest takes.
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        _refuse(what, value)
+    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**63):
         _refuse(what, value)
     return tuple(value)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -37,10 +38,10 @@ def check_shard(shard: ShardRecord) -> None:
 
 
 def _check_piece(piece: Piece, meta: TensorMeta, file: str) -> None:
-    part, what = piece.part, f"a piece of tensor {piece.part.name!r} in {file}"
-    if len(part.sizes) != len(meta.shape) or any(s > n for s, n in zip(part.stops, meta.shape, strict=False)):
-        raise Inconsistent(f"{what} lies outside the tensor's shape {meta.shape}")
-    if sum(size != extent for size, extent in zip(part.sizes, meta.shape, strict=True)) > 1:
+    part, shape, what = piece.part, meta.shape, f"a piece of tensor {piece.part.name!r} in {file}"
+    if len(part.sizes) != len(shape) or not all(map(operator.le, part.stops, shape)):
+        raise Inconsistent(f"{what} lies outside the tensor's shape {shape}")
+    if sum(map(operator.ne, part.sizes, shape)) > 1:
         raise Inconsistent(f"{what} is cut in more than one dimension")
     if part.num_elements == 0 or piece.stop - piece.start != part.num_elements * ITEM_BYTES[meta.dtype]:
         raise Inconsistent(f"{what} has {part.num_elements} elements in {piece.stop - piece.start} bytes")

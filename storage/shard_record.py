@@ -77,10 +77,12 @@ def cut_dim(part: TensorSlice, shape: tuple[int, ...]) -> int | None:
     Raises:
         ValueError: it is cut in several dimensions, which the format doesn't know.
     """
+    if part.sizes == shape:
+        return None
     cut = [dim for dim, (size, extent) in enumerate(zip(part.sizes, shape, strict=True)) if size != extent]
     if len(cut) > 1:
         raise ValueError(f"the slice {part.starts} of sizes {part.sizes} is cut in more than one dimension of {shape}")
-    return cut[0] if cut else None
+    return cut[0]
 
 
 def key_of(name: str, shape: tuple[int, ...], first: TensorSlice, last: TensorSlice) -> str:

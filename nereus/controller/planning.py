@@ -11,6 +11,8 @@ from nereus.cost.efficiency import Efficiencies
 from nereus.cost.step import JobSpec
 from nereus.plan import Plan
 from nereus.planner import Setting, best_plans, best_with, refit_plan
+from nereus.planner.fit import Fitter
+from nereus.planner.refit import places_of
 from nereus.transition.price import TransitionPrice, TransitionPricer
 
 # Plans beyond the best that are weighed at a replan: slightly slower ones whose moves may be cheaper.
@@ -44,6 +46,15 @@ class CostPlanning:
         """Return the plan with micro-batch and recomputation picked anew; None when no choice fits."""
         found = refit_plan(plan, self._setting(boundary, efficiencies))
         return None if found is None else Candidate(found.plan, found.step_s)
+
+    def refit_all(
+        self, boundary: Boundary, efficiencies: Efficiencies, plans: Sequence[Plan]
+    ) -> list[Candidate | None]:
+        """Return what `refit` says of many plans, in a fraction of the time."""
+        setting = self._setting(boundary, efficiencies)
+        fitter = Fitter(setting)
+        fitted = [fitter.fit(places_of(plan, setting)) for plan in plans]
+        return [None if one is None else Candidate(one.plan(setting), one.total_s) for one in fitted]
 
     def price(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan, target: Plan) -> TransitionPrice:
         """Return what the move from one plan to another costs."""

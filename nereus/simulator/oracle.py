@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nereus.cluster import NodeKind
-from nereus.controller.decision import Boundary, Planning
+from nereus.controller.decision import Boundary
+from nereus.controller.planning import CostPlanning
 from nereus.plan import Plan
 from nereus.simulator.executor import NoiseOfStep, Spent, true_seconds
 from nereus.simulator.result import PolicyRun
 from nereus.simulator.step import step_latency
+from nereus.simulator.true_times import TrueTimes
 from nereus.simulator.world import World, first_devices
 from nereus.transition.price import TransitionPricer, changes_layout, moves_state
 
@@ -55,7 +57,7 @@ def true_boundary(world: World, step: int) -> Boundary:
     return Boundary(step, cluster, load, load.response_tokens_p95, memory_factor=factor)
 
 
-def survey_plans(world: World, planning: Planning, runs: Sequence[PolicyRun], steps: Sequence[int]) -> Landscape:
+def survey_plans(world: World, planning: CostPlanning, runs: Sequence[PolicyRun], steps: Sequence[int]) -> Landscape:
     """Return the landscape over the plans that the policies visited and the best ones of each step.
 
     Args:
@@ -77,7 +79,7 @@ def survey_plans(world: World, planning: Planning, runs: Sequence[PolicyRun], st
     plans = tuple(found.values())
     # What a plan that stays where it is can do depends on load and hardware, not on the devices beside it.
     rows = {world.work(step): step for step in reversed(steps)}
-    fitted = {work: [_refit(world, planning, step, plan) for plan in plans] for work, step in rows.items()}
+    fitted = {work: _refit(world, planning, step, plans) for work, step in rows.items()}
     index = {placement: i for i, placement in enumerate(found)}
     refitted = []
     for step in steps:
@@ -93,10 +95,11 @@ def _placement(plan: Plan) -> object:
     return tuple((name, stage.layout, stage.devices) for name, stage in plan.items())
 
 
-def _refit(world: World, planning: Planning, step: int, plan: Plan) -> Plan | None:
+def _refit(world: World, planning: CostPlanning, step: int, plans: Sequence[Plan]) -> list[Plan | None]:
+    """Return the plans as they run best in a step if all devices are there; None where memory is too small."""
     boundary = replace(true_boundary(world, step), cluster=world.true_cluster(step))
-    candidate = planning.refit(boundary, world.efficiencies(step), plan)
-    return None if candidate is None else candidate.plan
+    found = planning.refit_all(boundary, world.efficiencies(step), plans)
+    return [None if candidate is None else candidate.plan for candidate in found]
 
 
 def _measure(
@@ -104,16 +107,14 @@ def _measure(
 ) -> Landscape:
     exact = np.full((len(steps), len(plans)), np.inf)
     noisy = exact.copy()
-    known: dict[object, dict[str, float]] = {}
+    times = TrueTimes(world)
     for row, step in enumerate(steps):
-        work, noise = world.work(step), NoiseOfStep(world, step)
-        for column, plan in enumerate(refitted[row]):
-            if plan is not None:
-                key = (work, plan)
-                if key not in known:
-                    known[key] = true_seconds(world, step, plan)
-                exact[row, column] = step_latency(plan, known[key])
-                noisy[row, column] = step_latency(plan, noise.applied_to(known[key]))
+        noise = NoiseOfStep(world, step)
+        columns = [column for column, plan in enumerate(refitted[row]) if plan is not None]
+        runnable = [plan for plan in refitted[row] if plan is not None]
+        for column, plan, seconds in zip(columns, runnable, times.of(step, runnable), strict=True):
+            exact[row, column] = step_latency(plan, seconds)
+            noisy[row, column] = step_latency(plan, noise.applied_to(seconds))
     return Landscape(plans, tuple(tuple(row) for row in refitted), exact, noisy)
 
 

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from nereus.simulator.compare import Comparison, simulate
+from nereus.simulator.executor import true_seconds
 from nereus.simulator.run import run_policy
 from nereus.simulator.scenario import Scenario
+from nereus.simulator.true_times import TrueTimes
 from nereus.simulator.world import build_world
 
 Small = Callable[..., Scenario]
@@ -134,3 +136,10 @@ def test_the_oracle_needs_no_other_policy(small: Small):
     plan, total = comparison.best_static() or (None, 0)
     assert plan is not None
     assert total >= comparison["oracle"].seconds() - 1e-6
+
+
+def test_times_of_many_plans_are_those_of_each(drifting: Comparison):
+    world, plans = drifting.world, drifting.landscape.plans
+    for step in (0, 3):
+        for plan, seconds in zip(plans, TrueTimes(world).of(step, plans), strict=True):
+            assert seconds == pytest.approx(true_seconds(world, step, plan))

@@ -22,6 +22,7 @@ Flags = NDArray[np.bool_]
 # slots may be any, is worked out for one level in so many.
 NUM_LEVELS = 256
 GENERATION_LEVELS = 4
+_NO = np.zeros(1, dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,14 @@ def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels,
     share = np.maximum(1, -(-work.samples_per_step // rows.dp))
     room = levels.most[GENERATION_LEVELS - 1 :: GENERATION_LEVELS]
     slots = np.minimum(_most_slots(name, rows, setting, room)[rows.layout], share[:, None])
-    options, slowdown = place(setting.order, rows, np.maximum(1, slots), np.zeros(slots.shape[1], bool), setting)
-    seconds = setting.phase_seconds(name, "generation", options, slowdown).reshape(len(rows), -1)
+    # Most levels hold all of a small share: each number of slots is priced once for each row.
+    new = np.diff(slots, axis=1, prepend=-1) != 0
+    row = np.nonzero(new)[0]
+    options, slowdown = place(setting.order, rows.take(row), np.maximum(1, slots[new])[:, None], _NO, setting)
+    seconds = setting.phase_seconds(name, "generation", options, slowdown)
+    by_level = np.where(slots > 0, seconds[np.cumsum(new).reshape(new.shape) - 1], np.inf)
     result = np.full((len(rows), levels.num + 1), np.inf)
-    result[:, : levels.num] = np.repeat(np.where(slots > 0, seconds, np.inf), GENERATION_LEVELS, axis=1)
+    result[:, : levels.num] = np.repeat(by_level, GENERATION_LEVELS, axis=1)
     return {"generation": result}
 
 

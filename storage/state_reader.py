@@ -60,8 +60,8 @@ class StateReader:
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
         is_local = local_path(folder_url) is not None
         # Of a remote block there are two copies for a moment: the ranges as they came, and the buffer.
-        most = min(LOCAL_BLOCK_BYTES, buffer_bytes // threads) if is_local else buffer_bytes // (2 * threads)
-        self._block_bytes = max(8, most if is_local else min(REMOTE_BLOCK_BYTES, most))
+        share = buffer_bytes // threads // (1 if is_local else 2)
+        self._block_bytes = max(8, min(share, LOCAL_BLOCK_BYTES if is_local else REMOTE_BLOCK_BYTES))
         self._job_bytes = max(_JOB_BYTES, self._block_bytes)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="state-reader")
         self._local = threading.local()

@@ -30,21 +30,22 @@ def assign_ranks(current: StagePlan, target: StagePlan, spec: ModelSpec, node_of
     """
     if (current.layout, current.devices) == (target.layout, target.devices):
         return target
-    size, old_size = target.layout.size, current.layout.size
-    placed: list[int | None] = [None] * len(target.devices)
+    placed = list(target.devices)
+    places = list(range(len(placed)))
     if current.layout == target.layout:
-        for row, devices in _kept(current, target, node_of):
+        size = target.layout.size
+        kept = dict(_kept(current, target, node_of))
+        for row, devices in kept.items():
             placed[row * size : (row + 1) * size] = devices
-    free = set(target.devices).difference(device for device in placed if device is not None)
+        places = [at for at in places if at // size not in kept]
+        taken = {device for devices in kept.values() for device in devices}
+        free = [device for device in target.devices if device not in taken]
+    else:
+        free = placed.copy()
     if free:
-        old = {device: index for index, device in enumerate(current.devices)}
-        common = common_elements(spec, current.layout, target.layout)
-        if not _lies_best(placed, target.devices, old, old_size, common):
-            _place_rest(placed, free, target, old, current.layout, spec, node_of)
-        else:
-            placed = [target.devices[at] if device is None else device for at, device in enumerate(placed)]
-    assert sorted(d for d in placed if d is not None) == sorted(target.devices), placed
-    return replace(target, devices=tuple(device for device in placed if device is not None))
+        _place(placed, places, free, current, target.layout, spec, node_of)
+    assert sorted(placed) == sorted(target.devices), placed
+    return replace(target, devices=tuple(placed))
 
 
 def _kept(current: StagePlan, target: StagePlan, node_of: NodeOf) -> Iterable[tuple[int, tuple[int, ...]]]:
@@ -64,64 +65,65 @@ def _kept(current: StagePlan, target: StagePlan, node_of: NodeOf) -> Iterable[tu
             yield rows.pop(0), devices
 
 
-def _lies_best(
-    placed: Sequence[int | None], devices: Sequence[int], old: dict[int, int], old_size: int, common: np.ndarray
-) -> bool:
-    """Return whether every device that isn't placed would have most in place where the target names it, on its own."""
-    left = [at for at, device in enumerate(placed) if device is None]
-    if any(devices[at] in placed for at in left):
-        return False
-    here = [(old[devices[at]] % old_size, at % common.shape[1]) for at in left if devices[at] in old]
-    if not here:
-        return True
-    old_ranks, ranks = np.array(here).T
-    return bool(np.all(common[old_ranks, ranks] == common.max(axis=1)[old_ranks]))
-
-
-def _place_rest(
-    placed: list[int | None],
-    free: set[int],
-    target: StagePlan,
-    old: dict[int, int],
-    old_layout: Layout,
+def _place(
+    placed: list[int],
+    places: Sequence[int],
+    free: Sequence[int],
+    current: StagePlan,
+    layout: Layout,
     spec: ModelSpec,
     node_of: NodeOf,
 ) -> None:
-    """Fill what is None in `placed`, node by node."""
-    size = target.layout.size
-    devices_of: dict[int, list[int]] = {}
-    for device in sorted(free, key=lambda device: (old.get(device, len(old)) // old_layout.size, device)):
-        devices_of.setdefault(node_of(device), []).append(device)
-    places_of: dict[int, list[int]] = {}
-    for at, device in enumerate(target.devices):
-        if placed[at] is None:
-            places_of.setdefault(node_of(device), []).append(at)
-    for node, devices in devices_of.items():
-        # By old rank, the last row for those that hold nothing; and by new rank.
-        by_old: list[list[int]] = [[] for _ in range(old_layout.size + 1)]
-        for device in devices:
-            by_old[old[device] % old_layout.size if device in old else -1].append(device)
-        by_new: list[list[int]] = [[] for _ in range(size)]
-        for at in places_of[node]:
-            by_new[at % size].append(at)
-        flow = _best_flow(spec, old_layout, target.layout, tuple(map(len, by_old)), tuple(map(len, by_new)))
-        for old_rank, new_rank, count in flow:
-            for _ in range(count):
-                placed[by_new[new_rank].pop(0)] = by_old[old_rank].pop(0)
+    """Give the free devices to the places that are left, node by node; nothing changes where all lies best already."""
+    index = {device: number for number, device in enumerate(current.devices)}
+    old = np.array([index.get(device, -1) for device in free])
+    old_rank = np.where(old >= 0, old % current.layout.size, current.layout.size)
+    rank = np.array(places) % layout.size
+    weight = _weight(spec, current.layout, layout)
+    unmoved = [placed[at] for at in places] == list(free)
+    if unmoved and (weight[old_rank, rank] == weight.max(axis=1)[old_rank]).all():
+        return
+    node = np.array([node_of(device) for device in free])
+    # Places by node in the order of the list; devices by node, then by current replica, then by id.
+    by_place = np.lexsort((np.array(places), np.array([node_of(placed[at]) for at in places])))
+    replica = np.where(old >= 0, old // current.layout.size, current.dp)
+    by_device = np.lexsort((np.array(free), replica, node))
+    ends = np.flatnonzero(np.diff(node[by_device], append=-1))
+    start = 0
+    for end in (ends + 1).tolist():
+        at, device = by_place[start:end], by_device[start:end]
+        choice = _best_choice(spec, current.layout, layout, tuple(old_rank[device].tolist()), tuple(rank[at].tolist()))
+        for place, chosen in zip(at.tolist(), choice, strict=True):
+            placed[places[place]] = free[device[chosen]]
+        start = end
 
 
-@lru_cache(maxsize=1024)
-def _best_flow(
-    spec: ModelSpec, source: Layout, target: Layout, supply: tuple[int, ...], demand: tuple[int, ...]
-) -> tuple[tuple[int, int, int], ...]:
-    """Return (old rank, new rank, devices): how many devices of each old rank take each new rank, for most in place.
-
-    Old rank source.size stands for devices that hold nothing.
-    """
+def _weight(spec: ModelSpec, source: Layout, target: Layout) -> np.ndarray:
+    """Return int64 [source.size + 1, target.size]: elements in common; the last row is of devices that hold nothing."""
     common = common_elements(spec, source, target)
-    weight = np.concatenate([common, np.zeros((1, target.size), dtype=np.int64)])
-    flow = max_transport(np.array(supply), np.array(demand), weight)
-    return tuple((int(i), int(j), int(flow[i, j])) for i, j in np.argwhere(flow))
+    return np.concatenate([common, np.zeros((1, target.size), dtype=np.int64)])
+
+
+@lru_cache(maxsize=4096)
+def _best_choice(
+    spec: ModelSpec, source: Layout, target: Layout, old_ranks: tuple[int, ...], ranks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return for each place which device takes it: those of equal old ranks in their order.
+
+    Args:
+        old_ranks: of the devices; source.size where there is none.
+        ranks: of the places.
+    """
+    weight = _weight(spec, source, target)
+    flow = max_transport(
+        np.bincount(old_ranks, minlength=source.size + 1), np.bincount(ranks, minlength=target.size), weight
+    )
+    devices = {old: [i for i, other in enumerate(old_ranks) if other == old] for old in set(old_ranks)}
+    takers = {
+        rank: [devices[int(old)].pop(0) for old in np.flatnonzero(flow[:, rank]) for _ in range(flow[old, rank])]
+        for rank in sorted(set(ranks))
+    }
+    return tuple(takers[rank].pop(0) for rank in ranks)
 
 
 def max_transport(supply: np.ndarray, demand: np.ndarray, weight: np.ndarray) -> np.ndarray:

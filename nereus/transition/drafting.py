@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 from nereus.emu import Emu
 from nereus.layout import Layout
@@ -22,7 +22,8 @@ class Drafting:
 
     def __init__(self, memory: TransitionMemory, stages: Mapping[str, StageState]) -> None:
         self._memory, self._stages = memory, stages
-        self._tables: dict[tuple[str, Layout | None, Layout], list[list[int]]] = {}
+        self._fills: dict[tuple[Hashable, ...], tuple[list[Reservation], int, list[int]]] = {}
+        self._peaks: dict[tuple[str, int | None, int | None], int] = {}
 
     def beside(
         self, stage: StageState, index: int, without: Collection[int] = (), *, apart: bool = False
@@ -68,12 +69,7 @@ class Drafting:
             is_freed = device in old_rank and device not in stage.passed
             beside = draft.memory.get(device, Reservation(0, 0))
             held = beside.held - (stage.held_old[old_rank[device]] if is_freed else 0)
-            peak = self._memory.in_place_peak(
-                stage.name,
-                (change.old_layout, change.new_layout),
-                old_rank[device] if is_freed else None,
-                new_rank.get(device),
-            )
+            peak = self._in_place_peak(stage, old_rank[device] if is_freed else None, new_rank.get(device))
             draft.memory[device] = Reservation(peak + beside.peak - beside.held, held)
         self._add_send_buffers(draft)
         return draft
@@ -87,24 +83,41 @@ class Drafting:
 
     def _fill(self, stage: StageState, draft: Draft) -> None:
         """Add to a draft what its new units need on their devices: what they hold, and buffers for what comes."""
-        memory = self._memory
-        most = memory.restore_buffer_bytes if draft.kind == "restore" else memory.transfer_buffer_bytes
-        layout = draft.makes[0].layout
         ranks = _ranks(draft.reads)
-        wanted = self._table(stage.name, None, layout)[0]
-        lacking = self._table(stage.name, draft.reads[0].layout, layout) if draft.reads else []
-        may_share = bool(draft.reads) and (draft.reads[0].model_stage, draft.reads[0].layout) == (stage.name, layout)
-        shares = []
+        first = draft.reads[0] if draft.reads else None
+        source = None if first is None else (first.model_stage, first.layout)
         for unit in draft.makes:
-            for rank, device in enumerate(unit.devices):
-                old = ranks.get(device)
-                if may_share and old == rank:
-                    shares.append(device)
-                    continue
-                count = wanted[rank] if old is None else lacking[old][rank]
-                draft.bytes += count
-                draft.memory[device] = Reservation(stage.held_new[rank] + min(count, most), stage.held_new[rank])
-        draft.shares = tuple(shares)
+            # Units on devices with the same old ranks need the same: on a large cluster they are few kinds.
+            old_ranks = tuple(map(ranks.get, unit.devices))
+            key = (stage.name, source, draft.kind == "restore", old_ranks)
+            if key not in self._fills:
+                self._fills[key] = self._fill_of(stage, source, old_ranks, is_restore=draft.kind == "restore")
+            reservations, num_bytes, shared = self._fills[key]
+            draft.bytes += num_bytes
+            draft.memory.update(zip(unit.devices, reservations, strict=True))
+            for rank in shared:
+                del draft.memory[unit.devices[rank]]
+                draft.shares += (unit.devices[rank],)
+
+    def _fill_of(
+        self,
+        stage: StageState,
+        source: tuple[str, Layout] | None,
+        old_ranks: tuple[int | None, ...],
+        *,
+        is_restore: bool,
+    ) -> tuple[list[Reservation], int, list[int]]:
+        """Return for one new unit, by rank: its reservations; the bytes that it lacks; and the ranks taken over."""
+        memory, layout = self._memory, stage.change.new_layout
+        most = memory.restore_buffer_bytes if is_restore else memory.transfer_buffer_bytes
+        wanted = memory.wanted(stage.name, layout).tolist()
+        lacking = memory.lacking(stage.name, source[1], layout).tolist() if source else []
+        shared = [rank for rank, old in enumerate(old_ranks) if old == rank and source == (stage.name, layout)]
+        counts = [wanted[rank] if old is None else lacking[old][rank] for rank, old in enumerate(old_ranks)]
+        reservations = [
+            Reservation(held + min(count, most), held) for held, count in zip(stage.held_new, counts, strict=True)
+        ]
+        return reservations, sum(counts), shared
 
     def _add_send_buffers(self, draft: Draft) -> None:
         buffer = min(draft.bytes, self._memory.transfer_buffer_bytes)
@@ -113,15 +126,12 @@ class Drafting:
                 peak, held = draft.memory.get(device, (0, 0))
                 draft.memory[device] = Reservation(peak + buffer, held)
 
-    def _table(self, name: str, source: Layout | None, target: Layout) -> list[list[int]]:
-        """Return by source rank (one row for none) and target rank the bytes that the target rank lacks."""
-        key = (name, source, target)
-        if key not in self._tables:
-            if source is None:
-                self._tables[key] = [self._memory.wanted(name, target).tolist()]
-            else:
-                self._tables[key] = self._memory.lacking(name, source, target).tolist()
-        return self._tables[key]
+    def _in_place_peak(self, stage: StageState, old_rank: int | None, new_rank: int | None) -> int:
+        key = (stage.name, old_rank, new_rank)
+        if key not in self._peaks:
+            layouts = (stage.change.old_layout, stage.change.new_layout)
+            self._peaks[key] = self._memory.in_place_peak(stage.name, layouts, old_rank, new_rank)
+        return self._peaks[key]
 
     def _source(
         self, stage: StageState, transfer: Transfer, without: Collection[Emu], without_trained: Collection[Emu]

@@ -125,8 +125,11 @@ class SerialOrder:
         if index not in stage.pending:
             return True  # was converted together with another
         found = self._drafting.beside(stage, index)
-        if found is None or any(peak > self._free[device] for device, (peak, _) in found[0].memory.items()):
+        if found is None:
             return False
+        for device, (peak, _) in found[0].memory.items():
+            if peak > self._free[device]:
+                return False
         self._finish(stage, [index], *found)
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from nereus.transition.primitives import Reservation
@@ -41,18 +41,18 @@ def find_resource_edges(serial: Iterable[Reserving], free_bytes: Mapping[int, in
     pools = {device: _Pool(free_bytes[device]) for device, total in demand.items() if total > free_bytes[device]}
     found: dict[str, list[str]] = {}
     for reserving in serial if pools else ():
-        own = [(pools[device], need) for device, need in reserving.memory.items() if device in pools]
-        if not own:
-            continue
+        own = [(pools[device], peak, held) for device, (peak, held) in reserving.memory.items() if device in pools]
         known, edges = set(reserving.depends_on), list[str]()
-        for pool, (peak, _) in own:
-            more = pool.must_wait_for(peak, known)
-            edges += more
-            known.update(more)
+        for pool, peak, _ in own:
+            if peak > pool.free:
+                more = pool.must_wait_for(peak, known)
+                edges += more
+                known.update(more)
         if edges:
             found[reserving.id] = edges
-        for pool, (peak, held) in own:
-            pool.draw(peak, known)
+        for pool, peak, held in own:
+            if peak:
+                pool.draw(peak, known)
             if peak > held:
                 pool.give(reserving.id, peak - held)
     return found
@@ -76,9 +76,10 @@ class _Pool:
         if amount:
             self.given[source] = amount
 
-    def must_wait_for(self, amount: int, known: Collection[str]) -> list[str]:
+    def must_wait_for(self, amount: int, known: set[str]) -> list[str]:
         """Return who else must be waited for, the oldest first, by one that asks for bytes and waits for `known`."""
-        amount -= max(0, self.free) + sum(given for source, given in self.given.items() if source in known)
+        amount -= max(0, self.free)
+        amount -= sum(given for source, given in self.given.items() if source in known)
         more = []
         for source, given in self.given.items():
             if amount > 0 and source not in known:
@@ -87,9 +88,9 @@ class _Pool:
         assert amount <= 0, "the serial order has room for every reservation"
         return more
 
-    def draw(self, amount: int, known: Collection[str]) -> None:
+    def draw(self, amount: int, known: set[str]) -> None:
         """Take bytes of those waited for anyway; what is free from the start is left to those who needn't wait."""
-        for source in [source for source in self.given if source in known]:
+        for source in [source for source in self.given if source in known] if self.given else ():
             taken = min(amount, self.given[source])
             amount -= taken
             self.given[source] -= taken

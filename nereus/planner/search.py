@@ -21,6 +21,7 @@ from nereus.plan import stage_of
 from nereus.planner.bounds import InferenceClasses, inference_s
 from nereus.planner.fit import Fitted, Fitter
 from nereus.planner.pairs import Pairs, inference_pairs, place_row, training_pairs
+from nereus.planner.rooms import Blocks, Rooms, find_rooms
 from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints, rows_for
 from nereus.planner.sync import SyncSeconds
@@ -100,6 +101,12 @@ class PlanSpace:
     def critic_level(self, training: Pairs, resident: Ints | int) -> Ints:
         """Return the level of room on the critic's first device beside it and some bytes, where it lies aside."""
         return self.levels.of(self.levels.top_bytes - self.staging_buffer - training.second_resident - resident)
+
+    def rooms(self, training: Pairs, generation: Ints) -> Rooms:
+        """Return the rooms [pairs] of all model-stages for one training pair and one row of generation."""
+        blocks = Blocks.of(self.generation, generation, np.zeros(1, dtype=np.int64))
+        front, most = self.levels.usable_bytes + self.staging_buffer, self.levels.top_bytes
+        return find_rooms(training, blocks, self.inference, front_bytes=front, any_bytes=most, kept=self.staging_buffer)
 
     def staging_s(self, training: Pairs) -> Floats:
         used = training.num_devices
@@ -270,35 +277,32 @@ class _Search:
 
     def _inference_bounds(self, x: int, g: int, sync_s: float) -> tuple[Floats, Ints]:
         """Return lower bounds of the step with each inference pair, ascending, and the pairs' indices."""
-        space, pairs, table = self.space, self.space.inference, self.generation
+        space, pairs = self.space, self.space.inference
         training = self.training.take(np.array([x]))
-        held, end = table.resident_low[g], table.rows.devices[g]
-        beside = pairs.resident_at(training.second_start) + np.where(end > training.second_start, held, 0)
-        resident = training.resident + table.resident[g] + pairs.resident
-        level = space.level(resident)
-        at_critic = np.where(training.side, training.second_resident + beside, resident)
-        actor, critic = self._by_room(x, space.levels.usable_bytes - resident, space.levels.top_bytes - at_critic)
-        first_s = pairs.first_s("inference", level)
-        second_level = space.second_level(training, np.where(end > pairs.second_start, held, 0))
-        second_s = pairs.second_s("inference", level, second_level)
-        stage_s = inference_s(training, pairs, actor["inference"], critic["inference"], first_s, second_s)
-        generation_s = table.seconds["generation"][g, level]
-        late = np.where(
+        rooms = space.rooms(training, np.array([g]))
+        level = space.levels.of
+        generation_s = self.generation.seconds["generation"][g, level(rooms.generation)]
+        actor, critic = self._by_room(x, rooms)
+        own_s = pairs.first_s("inference", level(rooms.first))
+        second_s = pairs.second_s("inference", level(rooms.second), level(rooms.second))
+        stage_s = inference_s(training, pairs, actor["inference"], critic["inference"], own_s, second_s)
+        late_s = np.where(
             training.side,
             np.maximum(actor["training"], critic["training"]),
             actor["training"] + critic["training"],
         )
-        bound = late + np.maximum(generation_s + stage_s, space.staging_s(training))
-        both = actor["both"] + np.where(training.side, 0.0, critic["both"])
-        bound = np.maximum(bound, both + generation_s + pairs.serial_s("inference", level)) + sync_s
+        bound = late_s + np.maximum(generation_s + stage_s, space.staging_s(training))
+        both_s = actor["both"] + np.where(training.side, 0.0, critic["both"])
+        own_s = own_s + np.where(pairs.side, 0.0, second_s)
+        bound = np.maximum(bound, both_s + generation_s + own_s) + sync_s
         kept = np.flatnonzero(bound < self.found.limit_s)
         kept = kept[np.argsort(bound[kept], kind="stable")]
         return bound[kept], kept
 
-    def _by_room(self, x: int, first_room: Ints, second_room: Ints) -> tuple[dict[str, Floats], dict[str, Floats]]:
-        """Return the least seconds by phase of both training model-stages of a pair, for rooms in bytes."""
+    def _by_room(self, x: int, rooms: Rooms) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Return the least seconds by phase of both training model-stages of a pair, by the rooms they find."""
         places, result = self.training.places(x), []
-        for table, room in ((self.training.first_table, first_room), (self.training.second_table, second_room)):
+        for table, room in ((self.training.first_table, rooms.actor), (self.training.second_table, rooms.critic)):
             if table.name:
                 need, seconds = self.space.fitter.price_by_need(table.name, places[table.name])
                 fitting = np.searchsorted(need, room, side="right")

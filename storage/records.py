@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from storage.errors import hide_credentials
 from storage.exclusive import create_object, make_folder, sync_folder
 from storage.small_files import list_names, read_files, remove_file, replace_file
 from storage.urls import join_url, local_path, open_filesystem
@@ -73,22 +75,33 @@ def read_records(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [_parse(line, number, url) for number, line in enumerate(lines, start=1)]
 
 
-def keep_records(url: str | os.PathLike[str], keep: Callable[[dict[str, Any]], bool]) -> None:
+def keep_records(
+    url: str | os.PathLike[str],
+    keep: Callable[[dict[str, Any]], bool],
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Remove the records for which `keep` is false.
 
     On local disk a reader sees the old file or the new one; in an object store the last records go first, so that what
     a kill leaves of them still has no hole.
+
+    Args:
+        url: the file, or folder of objects.
+        keep: tells of a record whether it stays.
+        check: raises when the writer has lost its right to write: called right before anything is removed.
     """
     path = local_path(url)
     if path is None:
         objects = _objects(os.fspath(url))
         for name, data in reversed(list(zip(objects, read_files(objects), strict=True))):
             if not keep(_parse(data, 1, name)):
+                check()
                 remove_file(name)
         return
     records = read_records(url)
     if os.path.exists(path):
-        _replace(path, (record for record in records if keep(record)))
+        _replace(path, (record for record in records if keep(record)), check)
 
 
 def _plain(value: Any) -> Any:
@@ -105,7 +118,9 @@ def _parse(line: bytes, number: int, url: str | os.PathLike[str]) -> dict[str, A
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        raise ValueError(f"line {number} of {os.fspath(url)} is no JSON object; remove or mend that line.")
+        raise ValueError(
+            f"line {number} of {hide_credentials(os.fspath(url))} is no JSON object; remove or mend that line."
+        )
     return record
 
 
@@ -130,14 +145,20 @@ def _write_all(fd: int, data: bytes) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def _replace(path: str, records: Iterable[Mapping[str, Any]]) -> None:
+def _replace(path: str, records: Iterable[Mapping[str, Any]], check: Callable[[], None]) -> None:
     temporary = f"{path}.new"
-    with open(temporary, "wb") as file:
-        for record in records:
-            file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            for record in records:
+                file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        check()
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
     sync_folder(os.path.dirname(path) or ".")
 
 

@@ -69,10 +69,10 @@ class RunDir:
         """Return the lines of metrics.jsonl, in order."""
         return read_records(self.path("metrics.jsonl"))
 
-    def cut_back(self, first_step: int) -> None:
-        """Remove the records of `first_step` and later: these steps are done again."""
+    def cut_back(self, first_step: int, check: Callable[[], None] = lambda: None) -> None:
+        """Remove the records of `first_step` and later: these steps are done again; `check` as in `append_metrics`."""
         for name in _STEP_RECORDS:
-            keep_records(self.path(name), lambda record: record["step"] < first_step)
+            keep_records(self.path(name), lambda record: record["step"] < first_step, check=check)
 
     def taken(self) -> ValueError:
         """Return the refusal of a new run where there is one."""

@@ -132,7 +132,7 @@ class Session(PpoSteps):
         if commits:
             self._restore(commits)
         if not self._opened.is_new:
-            self._records.cut_back(self.steps.start)
+            self._records.cut_back(self.steps.start, self._opened.owner.check)  # restoring may have taken long
         self._start_staging()
         self._sync(None)
         self._clock = StepClock()

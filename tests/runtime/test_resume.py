@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+import nereus.runtime.session
 from nereus.commits import live_commits
 from nereus.config import build_config
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.local import LocalEngine
+from nereus.runtime.model_stages import restore_newest
 from nereus.runtime.rank_state import Counters
 from nereus.runtime.session import Session
-from storage.journal import Journal
+from storage.journal import FencedOff, Journal
 from storage.records import append_record, read_records
 from tests.parity.runs import ODD_TINY, Run, largest_difference, read_whole, uniform_plan
 from tests.parity.test_layouts import assert_bitwise_equal
@@ -262,6 +264,25 @@ def test_records_of_other_rooms_are_cut_back_too(tmp_path: Path, engine: LocalEn
         pass
     for name in ("metrics.jsonl", "decisions.jsonl", "transitions.jsonl"):
         assert [r["step"] for r in read_records(str(run_dir / name))] == [0], name
+
+
+def test_a_driver_that_was_taken_over_while_it_restored_cuts_nothing_back(
+    tmp_path: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    cut_off(run_dir, engine, 1)
+    metrics = run_dir / "metrics.jsonl"
+    append_record(str(metrics), {"step": 2})
+    before = metrics.read_bytes()
+
+    def restore_slowly(*arguments: Any) -> Any:
+        Journal(str(run_dir)).append("take_over", {})  # by a driver of another host, after the lease
+        return restore_newest(*arguments)
+
+    monkeypatch.setattr(nereus.runtime.session, "restore_newest", restore_slowly)
+    with pytest.raises(FencedOff):
+        open_session(run_dir, engine, go_on=True)
+    assert metrics.read_bytes() == before
 
 
 def test_skipped_updates_are_counted_across_a_resume(tmp_path: Path, fragile: LocalEngine) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from storage import records
 from storage.records import append_record, keep_records, read_records
-from storage.small_files import remove_file
+from storage.small_files import file_exists, remove_file
 
 
 @pytest.fixture
@@ -57,6 +57,19 @@ def test_a_writer_that_is_held_up_and_taken_over_adds_nothing(url):
     with pytest.raises(RuntimeError, match="fenced off"):
         append_record(url, {"step": 2, "by": "old"}, number=2, check=check)
     assert len(read_records(url)) == 2
+
+
+def test_a_writer_that_was_taken_over_removes_nothing(url):
+    for step in range(3):
+        append_record(url, {"step": step}, number=step)
+
+    def check():
+        raise RuntimeError("fenced off")
+
+    with pytest.raises(RuntimeError, match="fenced off"):
+        keep_records(url, lambda record: record["step"] < 1, check=check)
+    assert [r["step"] for r in read_records(url)] == [0, 1, 2]
+    assert not file_exists(f"{url}.new")
 
 
 def test_an_object_of_a_step_is_the_new_writers_though_the_old_one_was_faster(url):

@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ from rich.table import Table
 
 from tests.chaos.doom import MOMENTS, PHASES, VICTIMS, Doom
 from tests.chaos.outcome import Outcome, assert_same
-from tests.chaos.runs import KEEP, ChaosRun, Plan, draw_device, draw_plan, uniform
-from tests.services.seaweed import S3Server
+from tests.chaos.runs import KEEP, ChaosRun, Make, Plan, draw_device, draw_plan, uniform
 
 NUM_KILLS = int(os.environ.get("NEREUS_CHAOS", "0"))
 # Kills of one run; more than its steps can bear would find nothing left to do.
@@ -30,7 +28,6 @@ MOST_KILLS_A_RUN = 3
 ONE_PLAN = {**uniform(dp=1, tp=2, pp=1), "critic.training": {"dp": 2, "tp": 1, "pp": 1, "devices": [1, 0]}}
 STORAGES = ("local", "s3")
 
-Make = Callable[..., ChaosRun]
 Undisturbed = Callable[[str], Outcome]
 
 
@@ -49,20 +46,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         return outcomes[precision]
 
     return outcome_of
-
-
-@pytest.fixture
-def make_run(tmp_path: Path, request: pytest.FixtureRequest) -> Make:
-    """Returns new runs on a kind of storage."""
-
-    def make(storage: str, precision: str, name: str = "run") -> ChaosRun:
-        scratch = tmp_path / f"{name}-scratch"
-        if storage == "local":
-            return ChaosRun(str(tmp_path / name), scratch, precision)
-        server: S3Server = request.getfixturevalue("s3_server")
-        return ChaosRun(f"{request.getfixturevalue('s3_url')}/{name}", scratch, precision, server.env)
-
-    return make
 
 
 def kill(run: ChaosRun, doom: Doom, rng: random.Random) -> bool:

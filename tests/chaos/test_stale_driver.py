@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 
 from storage.journal import Journal
+from storage.small_files import read_file
+from storage.urls import join_url
 from tests.chaos.doom import Doom
-from tests.chaos.runs import LAUNCH_LIMIT_S, TREE, ChaosRun, uniform
+from tests.chaos.runs import LAUNCH_LIMIT_S, TREE, ChaosRun, Make, list_files, uniform
 
 ONE_DEVICE = uniform(dp=1, tp=1, pp=1)
 
@@ -32,17 +33,12 @@ def stopped_driver(run: ChaosRun, doom: Doom) -> Iterator[subprocess.Popen[str]]
         driver.communicate()
 
 
-def wait_for(condition, driver: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], driver: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + LAUNCH_LIMIT_S
     while not condition():
         assert driver.poll() is None, driver.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def take_lock_away(run: ChaosRun) -> None:
-    """Make the lock one that the next driver doesn't meet, as if it were on another host: the lease has to run out."""
-    os.unlink(Path(run.run_dir) / "journal" / "driver.lock")
 
 
 # It stops where its second commit lacks nothing but the journal's record; and where it has just made sure that it is
@@ -53,14 +49,14 @@ BEFORE_METRICS = Doom("metrics", "middle", "stop", count=2)
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("doom", "wakes_early"),
-    [(BEFORE_COMMIT, True), (BEFORE_METRICS, False)],
-    ids=["before a commit, woken beside the new driver", "before metrics, woken after the end"],
+    ("storage", "doom", "wakes_early"),
+    [pytest.param("s3", BEFORE_COMMIT, True, marks=pytest.mark.s3), ("local", BEFORE_METRICS, False)],
+    ids=["s3, before a commit, woken beside the new driver", "local, before metrics, woken after the end"],
 )
-def test_a_stale_driver_writes_nothing_more(tmp_path: Path, doom: Doom, wakes_early: bool):
-    run = ChaosRun(str(tmp_path / "run"), tmp_path / "scratch", "float32")
+def test_a_stale_driver_writes_nothing_more(make_run: Make, storage: str, doom: Doom, wakes_early: bool):
+    run = make_run(storage, "float32")
     with stopped_driver(run, doom) as stale:
-        take_lock_away(run)
+        run.take_lock_away()
         driver = run.start(ONE_DEVICE)
         if wakes_early:
             wait_for(lambda: len(take_overs(run)) == 2, driver)
@@ -86,5 +82,5 @@ def take_overs(run: ChaosRun) -> list[int]:
 
 def read_records_of(run: ChaosRun) -> dict[str, bytes]:
     """Return the journal and the metrics, as they lie there."""
-    files = [*Path(run.run_dir).glob("journal/*.json"), Path(run.run_dir) / "metrics.jsonl"]
-    return {str(file): file.read_bytes() for file in files}
+    files = [name for name in list_files(run.run_dir) if re.fullmatch(r"journal/\d+\.json|metrics\.jsonl.*", name)]
+    return {name: read_file(join_url(run.run_dir, name)) for name in files}

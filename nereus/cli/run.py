@@ -88,8 +88,8 @@ def _tell_result(console: Console, run_dir: str, final: str) -> None:
     console.print(f"model   {final}", highlight=False, soft_wrap=True)
     try:
         console.print(f"report  {write_report(run_dir)}", highlight=False, soft_wrap=True)
-    except OSError as error:
-        fail(f"the report can't be written to {run_dir} ({error}); the model is in {final}.", 1)
+    except ValueError as error:
+        fail(f"There is no report, since {str(error).rstrip('.')}; the model is in {final}.", 1)
 
 
 def _check_at_the_door(config: RunConfig) -> None:

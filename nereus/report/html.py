@@ -5,12 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-import fsspec
 import yaml
 
 from nereus.report.plots import draw_run_svgs
 from nereus.report.summary import summarize
+from storage.errors import hide_credentials
 from storage.records import read_records
+from storage.small_files import file_exists, read_file, replace_file
+from storage.writable import describe_access
 
 # Columns of the table of steps: key of the metrics line, heading, format.
 _STEP_COLUMNS = (
@@ -33,13 +35,19 @@ def write_report(run_dir: str) -> str:
     """Write the report of a run directory (any fsspec URL) and return its path.
 
     Raises:
-        ValueError: the directory holds no run.
+        ValueError: the directory holds no run, or can't be read or written; one sentence with the mend.
     """
     run_dir = run_dir.rstrip("/")
-    page = render_report(run_dir.rsplit("/", 1)[-1], _read_config(run_dir), read_metrics(run_dir))
     path = f"{run_dir}/report.html"
-    with fsspec.open(path, "w") as file:
-        file.write(page)
+    doing = "read"
+    try:
+        page = render_report(run_dir.rsplit("/", 1)[-1], _read_config(run_dir), read_metrics(run_dir))
+        doing = "written to"
+        replace_file(path, page.encode())
+    except ValueError:
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise ValueError(f"RUN_DIR {hide_credentials(run_dir)} can't be {doing} {describe_access(error)}.") from error
     return path
 
 
@@ -71,10 +79,11 @@ def render_report(name: str, config: Mapping[str, Any], history: Sequence[dict[s
 
 
 def _read_config(run_dir: str) -> dict[str, Any]:
-    filesystem, path = fsspec.core.url_to_fs(f"{run_dir}/run.yaml")
-    if not filesystem.exists(path):
-        raise ValueError(f"{run_dir} holds no run (there is no run.yaml in it); give the directory of a run.")
-    return yaml.safe_load(filesystem.cat_file(path)) or {}
+    path = f"{run_dir}/run.yaml"
+    if not file_exists(path):
+        where = hide_credentials(run_dir)
+        raise ValueError(f"{where} holds no run (there is no run.yaml in it); give the directory of a run.")
+    return yaml.safe_load(read_file(path)) or {}
 
 
 def _cards(summary: Mapping[str, Any]) -> str:

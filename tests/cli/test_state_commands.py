@@ -107,13 +107,14 @@ def test_a_store_that_is_not_there_is_one_sentence_without_secrets(monkeypatch: 
     assert secret not in result.output
 
 
-def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize("command", ["inspect", "report"])
+def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:10")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    result = run("inspect", "s3://bucket/run")
+    result = run(command, "s3://bucket/run")
     assert result.exit_code == 2
     assert "s3://bucket/run can't be read (NoCredentialsError: Unable to locate credentials); set AWS_" in result.stderr
 

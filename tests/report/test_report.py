@@ -71,6 +71,12 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path):
         write_report(str(tmp_path))
 
 
+def test_a_report_that_cannot_be_written_is_one_sentence(run_dir: Path):
+    (run_dir / "report.html").mkdir()
+    with pytest.raises(ValueError, match=r"^RUN_DIR .*amber can't be written to \(.*\); choose another place\.$"):
+        write_report(str(run_dir))
+
+
 def test_summary_compares_first_and_last_steps():
     summary = summarize([metrics_line(step) for step in range(10)])
     assert summary["steps"] == 10

@@ -52,7 +52,8 @@ class Doom:
     delay_s: float = 0.005
 
     def __str__(self) -> str:
-        return f"{self.victim} {self.phase} {self.moment} {self.count} (device {self.device}, part {self.nth})"
+        part = f", part {self.nth}" if self.phase == "middle" else ""
+        return f"{self.victim} {self.phase} {self.moment} {self.count}{part}"
 
 
 class Reaper:

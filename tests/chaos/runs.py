@@ -155,6 +155,10 @@ class ChaosRun:
         return live_commits(Journal(self.run_dir).entries())
 
     @property
+    def is_remote(self) -> bool:
+        return local_path(self.run_dir) is None
+
+    @property
     def steps_left(self) -> int:
         """Steps that a resumed driver has to do."""
         commits = self.commits()

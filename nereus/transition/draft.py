@@ -11,7 +11,10 @@ from nereus.transition.primitives import Kind, Primitive, Reservation, Transport
 
 @dataclass
 class Draft:
-    """A primitive that isn't final; `depends_on` has each id once, in the order in which edges were found."""
+    """A primitive that isn't final; `depends_on` has each id once, in the order in which edges were found.
+
+    `takes_over` are old units that it doesn't read, but on whose devices it shares tensors.
+    """
 
     kind: Kind
     model_stage: str
@@ -20,6 +23,7 @@ class Draft:
     makes: tuple[Emu, ...] = ()
     frees: tuple[Emu, ...] = ()
     shares: tuple[int, ...] = ()
+    takes_over: tuple[Emu, ...] = ()
     streams: tuple[str, ...] = ()
     transport: Transport = "none"
     depends_on: dict[str, None] = field(default_factory=dict)

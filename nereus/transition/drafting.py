@@ -50,6 +50,8 @@ class Drafting:
             reads = (source.unit,)
         draft = Draft(transfer.kind, stage.name, reads=reads, makes=transfer.makes, transport="direct")
         self._fill(stage, draft)
+        if reads is trained:
+            self._take_over(stage, draft, near)
         self._add_send_buffers(draft)
         return draft, source
 
@@ -98,6 +100,22 @@ class Drafting:
             for rank in shared:
                 del draft.memory[unit.devices[rank]]
                 draft.shares += (unit.devices[rank],)
+
+    def _take_over(self, stage: StageState, draft: Draft, near: tuple[Emu, ...]) -> None:
+        """Let new units that are filled from elsewhere still keep the tensors of old ones of their own as they are."""
+        if stage.change.old_layout != stage.change.new_layout:
+            return
+        old_rank, read_rank = _ranks(near), _ranks(draft.reads)
+        lacking = self._memory.lacking(stage.name, draft.reads[0].layout, stage.change.new_layout)
+        wanted = self._memory.wanted(stage.name, stage.change.new_layout)
+        for unit in draft.makes:
+            for rank, device in enumerate(unit.devices):
+                if old_rank.get(device) == rank:
+                    there = read_rank.get(device)
+                    draft.bytes -= int(wanted[rank] if there is None else lacking[there, rank])
+                    draft.shares += (device,)
+                    del draft.memory[device]
+        draft.takes_over = tuple(unit for unit in near if not set(draft.shares).isdisjoint(unit.devices))
 
     def _fill_of(
         self,

@@ -60,10 +60,14 @@ class TransitionMemory:
         return cls(specs, workload, precision, usable, lambda plan: fits(plan, specs, workload, precision, capacities))
 
     def takes(self, plan: Plan) -> bool:
-        """Return whether a plan's units can be made one after the other where nothing else is, and its steps fit."""
-        buffers = self.restore_buffer_bytes + self.transfer_buffer_bytes
-        held = resident_bytes(plan, self, plan.devices)
-        fits_beside = all(count + buffers <= self.usable_bytes[device] for device, count in held.items())
+        """Return whether a plan's units can be read from storage one after the other, and its steps fit."""
+        need = resident_bytes(plan, self, plan.devices)
+        buffers = dict.fromkeys(plan.devices, 0)
+        for name, stage in plan.items():
+            wanted, size = self.wanted(name, stage.layout).tolist(), stage.layout.size
+            for index, device in enumerate(stage.devices):
+                buffers[device] = max(buffers[device], min(self.restore_buffer_bytes, wanted[index % size]))
+        fits_beside = all(count + buffers[device] <= self.usable_bytes[device] for device, count in need.items())
         return fits_beside and self.admits(plan)
 
     def element_bytes(self, model_stage: str) -> int:

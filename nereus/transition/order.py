@@ -175,7 +175,7 @@ class SerialOrder:
 
         for number in own:
             gain(stage, number)
-        protected = {id(unit) for unit in (*draft.reads, *draft.frees)}
+        protected = {id(unit) for unit in (*draft.reads, *draft.takes_over, *draft.frees)}
         for device, (peak, _) in draft.memory.items():
             while peak > self._free[device] + gained.get(device, 0):
                 lack = peak - self._free[device] - gained.get(device, 0)
@@ -246,7 +246,7 @@ class SerialOrder:
         if draft.frees:
             stage.end(draft.frees, draft)
         self._place(stage, draft)
-        for unit in draft.reads:
+        for unit in (*draft.reads, *draft.takes_over):
             self.stages[unit.model_stage].note_reader(unit, draft.id)
         stage.passed.update(draft.shares)
         stage.made.append(draft.id)

@@ -43,8 +43,8 @@ class Primitive:
         frees: old units that no longer exist when it has ended. For `destroy` that is all it does. Any other kind
             then works in place: chunk by chunk, in the order of `chunks.chunk_order`, it makes the new tensors of a
             chunk, fills them, and frees the old ones of the chunk once all their readers have them.
-        shares: devices on which a new unit takes over the tensors of an old one as they are (same layout, same rank):
-            no memory, no copy; destroying the old unit later leaves these tensors alone.
+        shares: devices on which a new unit takes over the tensors of an old one of its model-stage as they are (same
+            layout, same rank): no memory, no copy; destroying the old unit later leaves these tensors alone.
         streams: stages whose set it reads while it is written: they must have started before it starts, and it ends
             after they have.
         transport: "none" where nothing travels.
@@ -89,6 +89,8 @@ class TransitionGraph:
         free_bytes: by device, what may be used at the start: the cap less all that is held.
         recoverable: model-stages whose state is also in a committed set, or at a source from which it can be read
             again, before anything moves.
+        live: whole units at the start, where they aren't those of `current`: a graph that leads back starts between
+            two plans.
     """
 
     current: Plan
@@ -97,6 +99,7 @@ class TransitionGraph:
     kept: tuple[Emu, ...] = ()
     free_bytes: Mapping[int, int] = field(default_factory=dict, hash=False)
     recoverable: frozenset[str] = frozenset()
+    live: tuple[Emu, ...] | None = None
 
     @cached_property
     def by_id(self) -> Mapping[str, Primitive]:

@@ -66,7 +66,8 @@ class _State:
         self._done: set[str] = set()
         self._free = dict(graph.free_bytes)
         lost = {device for device in graph.current.devices if device not in self._free}
-        self._live = {_key(unit) for unit in emus_of(graph.current) if lost.isdisjoint(unit.devices)}
+        live = emus_of(graph.current) if graph.live is None else graph.live
+        self._live = {_key(unit) for unit in live if lost.isdisjoint(unit.devices)}
         self._committed = set(graph.recoverable)
         self._left = {p.id: len(p.depends_on) + len(p.streams) for p in self.waiting.values()}
         self.ready = {p.id: p for p in self.waiting.values() if not self._left[p.id]}

@@ -26,7 +26,7 @@ class Devices:
     """What all devices hold. A tensor's element is its index in the whole tensor, so a wrong slice shows."""
 
     def __init__(self, plan: Plan) -> None:
-        self.units = {(unit.model_stage, unit.devices) for unit in emus_of(plan)}
+        self.units = {(unit.model_stage, unit.layout, unit.devices) for unit in emus_of(plan)}
         self.held: dict[Key, dict[TensorSlice, np.ndarray]] = {}
         self.taken_over: set[Key] = set()
         self.travelled_elements = 0
@@ -38,7 +38,7 @@ class Devices:
     def start(self, primitive: Primitive) -> None:
         """Do what a primitive does; units that it makes can be read once it has ended."""
         for unit in primitive.reads:
-            assert (unit.model_stage, unit.devices) in self.units, f"{primitive.id} reads {unit}"
+            assert (unit.model_stage, unit.layout, unit.devices) in self.units, f"{primitive.id} reads {unit}"
         self._make(primitive)
         if primitive.kind == "restore":
             work = restoration_of(primitive, SPECS)
@@ -51,12 +51,12 @@ class Devices:
             for copy in copies_of(primitive, SPECS):
                 self._copy(primitive, copy)
         for unit in primitive.frees:
-            self.units.remove((unit.model_stage, unit.devices))
+            self.units.remove((unit.model_stage, unit.layout, unit.devices))
             for key in set(keys_of(unit)) - self.taken_over:
                 del self.held[key]
 
     def end(self, primitive: Primitive) -> None:
-        self.units |= {(unit.model_stage, unit.devices) for unit in primitive.makes}
+        self.units |= {(unit.model_stage, unit.layout, unit.devices) for unit in primitive.makes}
 
     def _make(self, primitive: Primitive) -> None:
         for unit in primitive.makes:

@@ -34,7 +34,8 @@ _Command = tuple[int, str, dict[str, Any]]
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 # Threads beside the main one get this much less of a core that both want (Linux has a niceness for each thread).
 _BESIDE_NICENESS = 5
-_BESIDE_THREADS = MOST_SHARDS_IN_FLIGHT
+# One for each shard under way, and one for copies, for which an update waits: they must not stand behind slow stores.
+_BESIDE_THREADS = MOST_SHARDS_IN_FLIGHT + 1
 _CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from nereus.limits import MOST_SHARDS_IN_FLIGHT
 from nereus.runtime import local
 from nereus.runtime.engine import CommandError, CommandFailed, Engine, WorkerLost, run_command
 from nereus.runtime.local import LocalEngine
@@ -104,6 +105,14 @@ def test_commands_beside_run_during_others_on_any_core_and_after_a_failure() -> 
         assert engine.submit_beside(0, "echo", value=1).result(timeout=10) == 1
         engine.submit_beside(0, "end", code=3)
         assert isinstance(engine.submit_beside(0, "nap", seconds=60).exception(timeout=10), WorkerLost)
+
+
+def test_a_command_beside_does_not_wait_for_all_shards_that_may_be_under_way() -> None:
+    with LocalEngine(PLAIN) as engine:
+        engine.start([0])
+        writes = [engine.submit_beside(0, "nap", seconds=60) for _ in range(MOST_SHARDS_IN_FLIGHT)]
+        assert engine.submit_beside(0, "echo", value=1).result(timeout=20) == 1
+        assert not any(write.done() for write in writes)
 
 
 def test_overlapping_commands_of_many_threads_neither_mix_nor_deadlock(engine: LocalEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -74,11 +75,11 @@ def read_commit(root: str, commit: Commit) -> Manifest:
 @contextmanager
 def reading(url: str) -> Iterator[None]:
     """Keep a set from being retired while it is read, where its place is a run's and lets us say so."""
-    root, _, name = url.rstrip("/").rpartition("/")
+    root, name = posixpath.split(url.rstrip("/"))
     with ExitStack() as stack:
         # A folder of another name is no run's; of a reader without the right to write the run can't know.
         with suppress(OSError, ValueError):
-            stack.enter_context(being_read(root, name))
+            stack.enter_context(being_read(root or ".", name))
         yield
 
 

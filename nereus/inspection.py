@@ -162,11 +162,16 @@ def _inspect_recorded(run_dir: str, run: RecordedRun, verify: bool, on_bytes: On
     # Older ones may have been retired; of the newest that are kept each must be there.
     kept = {commit.set_name for commit in live[-run.config.staging.keep :]}
     shown = [commit for commit in live if commit.set_name in kept or _is_there(root, commit.set_name, listed)]
-    names = {commit.set_name for commit in shown}
+    reports = {commit: _report_commit(root, commit, verify, on_bytes) for commit in shown}
+    # What a run that goes on has retired while we looked is no damage.
+    for commit in [commit for commit, report in reports.items() if report.damage and commit.set_name not in kept]:
+        if not _is_there(root, commit.set_name, listed):
+            del reports[commit]
+    names = {commit.set_name for commit in reports}
     return Inspection(
         run_dir,
         "run",
-        tuple(_report_commit(root, commit, verify, on_bytes) for commit in shown),
+        tuple(reports.values()),
         run_id=run.run_id,
         steps=run.config.steps,
         retired=tuple((commit.step, commit.set_name) for commit in list_commits(run.entries)

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import nereus.inspection
+from nereus.commits import Commit, read_commit, reading
 from nereus.inspection import inspect
+from storage.manifest import Manifest
 from storage.urls import open_filesystem
 from tests.fake_run import FakeRun, flip, tiny_config
 
@@ -61,6 +64,21 @@ def test_a_set_alone_and_a_folder_of_sets(place: str):
     assert (alone.kind, [report.step for report in alone.sets], alone.damage) == ("state", [1], ())
     both = inspect(run.root)
     assert (both.kind, [report.step for report in both.sets]) == ("sets", [0, 1])
+
+
+def test_a_set_that_is_retired_while_it_is_looked_at_is_no_damage(place: str, monkeypatch: pytest.MonkeyPatch):
+    """The journal named the newer commits already when it was read."""
+    run = make_run(place)
+
+    def read_late(root: str, commit: Commit) -> Manifest:
+        if commit.step == 0:
+            remove(f"{run.root}/{commit.set_name}")
+        return read_commit(root, commit)
+
+    monkeypatch.setattr(nereus.inspection, "read_commit", read_late)
+    found = inspect(place)
+    assert found.damage == () and [report.step for report in found.sets] == [1, 2]
+    assert found.retired == ((0, "step-00000000-1"),)
 
 
 def test_every_byte_counts(tmp_path: Path):
@@ -151,3 +169,13 @@ def test_a_reader_without_the_right_to_write_verifies_all_the_same(s3_url: str, 
     finally:
         type(open_filesystem(run.run_dir)[0]).clear_instance_cache()
     assert found.verified and found.damage == ()
+
+
+@pytest.mark.parametrize("named", ["alone", "with its folder"])
+def test_a_set_is_kept_while_it_is_read_however_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+):
+    run = make_run(str(tmp_path / "run"), 1)
+    monkeypatch.chdir(run.root if named == "alone" else run.run_dir)
+    with reading("step-00000000-1" if named == "alone" else "state/step-00000000-1/"):
+        assert [name.partition("@")[0] for name in os.listdir(f"{run.root}/readers")] == ["step-00000000-1"]

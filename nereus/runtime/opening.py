@@ -188,9 +188,18 @@ def _claim_root(run: OpenRun, claim: str) -> None:
         run.holds_root = True
         return
     except FileExistsError:
-        found = json.loads(read_file(url))
-    if found["claim"] != claim:
+        found = _read_claim(url)
+    if found.get("claim") != claim:
         raise ValueError(
             f"staging.root: {hide_credentials(run.staging_root)} holds the staged state of another run, "
-            f"{found['run_dir']}; choose another directory."
+            f"{found.get('run_dir', 'which its ' + _CLAIM + ' does not name')}; choose another directory."
         )
+
+
+def _read_claim(url: str) -> dict[str, Any]:
+    """Return what a claim says; nothing where it is none of ours, or damaged."""
+    try:
+        found = json.loads(read_file(url))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -395,6 +395,9 @@ def test_staged_sets_of_two_runs_are_never_mixed(tmp_path: Path, engine: LocalEn
         build_config({**TREE, "staging": staging}), run_id="x", engine=engine, resume_from=str(tmp_path / "moved")
     ) as session:
         assert session.steps.start == 1
+    (tmp_path / "shared" / "run.json").write_text("torn")
+    with pytest.raises(ValueError, match=r"^staging.root: .*shared holds .* another run, which its run.json does"):
+        Session.open(config, run_id="other", engine=engine)
 
 
 def test_a_place_that_cannot_be_written_is_refused_at_the_door(tmp_path: Path, engine: LocalEngine) -> None:

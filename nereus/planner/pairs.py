@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,8 @@ from nereus.planner.setting import Floats
 from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints
 from nereus.planner.tables import StageTable
 
+# From two tables and the number of devices to rows of the first and second that may lie side by side.
+Beside = Callable[[StageTable, StageTable, int], tuple[Ints, Ints]]
 # Splits of the devices between two model-stages side by side that are tried for each two layouts in inference.
 _SPLITS = 3
 
@@ -132,7 +135,7 @@ def inference_pairs(first: StageTable, second: StageTable, num_devices: int) -> 
     return _pairs(first, second, num_devices, beside)
 
 
-def _pairs(first: StageTable, second: StageTable, num_devices: int, beside) -> Pairs:
+def _pairs(first: StageTable, second: StageTable, num_devices: int, beside: Beside) -> Pairs:
     one, two = np.arange(len(first)), np.arange(len(second))
     if num_devices > EVERY_DEGREE_UP_TO:
         one, two = _fastest(first), _fastest(second)

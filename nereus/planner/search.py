@@ -12,128 +12,24 @@ Source of the scheme: branch and bound over a dynamic program, Morin and Marsten
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from nereus.layout import Layout
-from nereus.plan import stage_of
-from nereus.planner.bounds import InferenceClasses, inference_s
-from nereus.planner.fit import Fitted, Fitter
-from nereus.planner.pairs import Pairs, inference_pairs, place_row, training_pairs
-from nereus.planner.rooms import Blocks, Rooms, find_rooms
+from nereus.planner.bounds import inference_s
+from nereus.planner.fit import Fitted
+from nereus.planner.found import Found, Refused
+from nereus.planner.pairs import Pairs, place_row
+from nereus.planner.plan_space import PlanSpace
+from nereus.planner.rooms import Rooms
 from nereus.planner.setting import Floats, Setting
-from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints, rows_for
-from nereus.planner.sync import SyncSeconds
-from nereus.planner.tables import Levels, StageTable, build_table
+from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints
 
 # Training pairs that are expanded at a time: few at first, to have a plan to measure the others by.
 _FIRST_CHUNK = 4
 _CHUNK = 64
 # On more than 16 devices a plan that is faster by less than this share isn't looked for: there are too many alike.
 SLACK = 1e-3
-
-
-@dataclass
-class Found:
-    """The fastest plans so far, at most `count`, fastest first; one faster by less than the share `slack` is missed.
-
-    With `by_layouts` no two have the same layouts in training and generation; else they may differ in dp alone.
-    """
-
-    count: int
-    slack: float = 0.0
-    by_layouts: bool = False
-    plans: list[Fitted] = field(default_factory=list)
-
-    @property
-    def limit_s(self) -> float:
-        """What a plan must be faster than to be looked for."""
-        return self.plans[-1].total_s * (1.0 - self.slack) if len(self.plans) == self.count else np.inf
-
-    def add(self, fitted: Fitted) -> None:
-        if self.by_layouts:
-            like = [plan for plan in self.plans if _layouts_of(plan) == _layouts_of(fitted)]
-            if like and like[0].total_s <= fitted.total_s:
-                return
-            self.plans = [plan for plan in self.plans if plan not in like]
-        self.plans.append(fitted)
-        self.plans.sort(key=lambda each: each.total_s)
-        del self.plans[self.count :]
-
-
-def _layouts_of(fitted: Fitted) -> dict[str, Layout]:
-    return {name: place.layout for name, place in fitted.places.items() if stage_of(name) != "inference"}
-
-
-class PlanSpace:
-    """Everything the search looks things up in: tables, pairs and bounds of one setting."""
-
-    def __init__(self, setting: Setting, layouts: Mapping[str, tuple[Layout, ...]]) -> None:
-        self.setting = setting
-        order = setting.order
-        trains = "actor.training" in layouts or "critic.training" in layouts
-        self.staging_buffer = setting.workload.staging_buffer_bytes if trains else 0
-        self.levels = Levels(int(order.usable_bytes[0]) - self.staging_buffer, int(order.usable_bytes.max()))
-        self._layouts = layouts
-        self.generation = self._table("actor.generation", ("generation",), second=False)
-        actor = self._table("actor.training", ("inference", "training", "both"), second=False)
-        critic = self._table("critic.training", ("inference", "training", "both"), second=True)
-        names = setting.names_of("inference")
-        first = self._table(names[0] if names else "", ("inference",), second=False)
-        second = self._table(names[1] if len(names) > 1 else "", ("inference",), second=True)
-        self.training = training_pairs(actor, critic, len(order))
-        self.inference = inference_pairs(first, second, len(order))
-        self.classes = InferenceClasses(self.inference, self.levels)
-        self.sync = SyncSeconds(setting, actor.rows, self.generation.rows)
-        self.fitter = Fitter(setting)
-
-    def _table(self, name: str, phases: tuple[str, ...], *, second: bool) -> StageTable:
-        if name not in self._layouts:
-            return StageTable.absent(phases, self.levels)
-        rows = rows_for(name, self._layouts[name], len(self.setting.order), self.setting.workload)
-        return build_table(name, rows, self.setting, self.levels, may_lie_anywhere=second)
-
-    def level(self, resident: Ints) -> Ints:
-        """Return the level of room on the first device beside some bytes."""
-        return self.levels.of(self.levels.usable_bytes - resident)
-
-    def critic_level(self, training: Pairs, resident: Ints | int) -> Ints:
-        """Return the level of room on the critic's first device beside it and some bytes, where it lies aside."""
-        return self.levels.of(self.levels.top_bytes - self.staging_buffer - training.second_resident - resident)
-
-    def rooms(self, training: Pairs, generation: Ints) -> Rooms:
-        """Return the rooms [pairs] of all model-stages for one training pair and one row of generation."""
-        blocks = Blocks.of(self.generation, generation, np.zeros(1, dtype=np.int64))
-        front, most = self.levels.usable_bytes + self.staging_buffer, self.levels.top_bytes
-        return find_rooms(training, blocks, self.inference, front_bytes=front, any_bytes=most, kept=self.staging_buffer)
-
-    def staging_s(self, training: Pairs) -> Floats:
-        used = training.num_devices
-        nodes = np.where(used > 0, self.setting.order.node[np.maximum(used, 1) - 1] + 1, 0)
-        return self.setting.staging_s[nodes]
-
-    def inference_s(self, training: Pairs) -> tuple[Floats, Floats]:
-        """Return [n, pairs] bounds on the inference stage of training pairs [n, 1] with the leanest generation, and on
-        what each inference pair adds to it on the first device."""
-        pairs = self.inference
-        level = self.level(training.resident + self.generation.resident.min() + pairs.resident)
-        critic_level = self.critic_level(training, pairs.resident_at(training.second_start))
-        actor_s = training.first_s("inference", level)
-        critic_s = training.second_s("inference", level, critic_level)
-        second_s = pairs.second_s("inference", level, self.second_level(training, 0))
-        stage_s = inference_s(training, pairs, actor_s, critic_s, pairs.first_s("inference", level), second_s)
-        return stage_s, pairs.serial_s("inference", level)
-
-    def second_level(self, training: Pairs, resident: Ints | int) -> Ints:
-        """Return the level of room of the second of each inference pair on its own first device, where it lies aside.
-
-        Args:
-            resident: bytes of generation there.
-        """
-        pairs = self.inference
-        held = training.resident_at(pairs.second_start) + pairs.second_resident + resident
-        return self.levels.of(self.levels.top_bytes - held)
 
 
 def find_plans(
@@ -261,7 +157,7 @@ class _Search:
         if alone is None or alone.total_s >= self.found.limit_s:
             return
         best: Fitted | None = None
-        refused = _Refused(space.inference)
+        refused = Refused(space.inference)
         for bound, index in zip(bounds.tolist(), candidates.tolist(), strict=True):
             if bound >= (self.found.limit_s if best is None else min(best.total_s, self.found.limit_s)):
                 break
@@ -310,33 +206,3 @@ class _Search:
             else:
                 result.append(dict.fromkeys(("inference", "training", "both"), np.zeros(len(room))))
         return result[0], result[1]
-
-
-class _Refused:
-    """Inference pairs that don't fit: then those with the same layouts on more devices at the same place don't."""
-
-    def __init__(self, pairs: Pairs) -> None:
-        self._pairs = pairs
-        self._known: list[tuple[int, int, bool, int, int]] = []
-
-    def _describe(self, index: int) -> tuple[int, int, bool, int, int]:
-        pairs = self._pairs
-        first, second = int(pairs.first[index]), int(pairs.second[index])
-        one, two = pairs.first_table.rows, pairs.second_table.rows
-        return (
-            int(one.layout[first]),
-            int(two.layout[second]),
-            bool(pairs.side[index]),
-            int(one.devices[first]),
-            int(two.devices[second]),
-        )
-
-    def add(self, index: int) -> None:
-        self._known.append(self._describe(index))
-
-    def covers(self, index: int) -> bool:
-        first, second, side, one, two = self._describe(index)
-        return any(
-            (first, second, side) == known[:3] and two >= known[4] and (one == known[3] if side else one >= known[3])
-            for known in self._known
-        )

@@ -16,7 +16,7 @@ from nereus.cost.options import Options
 from nereus.cost.rank_memory import Workload
 from nereus.cost.rates import Rates
 from nereus.cost.step import JobSpec, estimate_operations, phases_of
-from nereus.plan import stage_of
+from nereus.plan import MODEL_STAGES, stage_of
 from nereus.planner.space import DeviceOrder
 
 Floats = NDArray[np.float64]
@@ -59,11 +59,12 @@ class Setting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.job.specs)
+        """The job's model-stages, in the order in which they are given devices."""
+        return tuple(name for name in MODEL_STAGES if name in self.job.specs)
 
     def names_of(self, stage: str) -> tuple[str, ...]:
-        """Return the model-stages of a stage in the order in which they are given devices."""
-        return tuple(name for name in self.job.specs if stage_of(name) == stage)
+        """Return the model-stages of a stage, in the same order."""
+        return tuple(name for name in self.names if stage_of(name) == stage)
 
     def seconds(self, name: str, options: Options, slowdown: Floats | float) -> dict[str, Floats]:
         """Return the seconds of a model-stage by phase, one for each option."""

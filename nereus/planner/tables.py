@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,8 @@ from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import DeviceOrder, Ints, Rows, micro_batch_steps
 
 Flags = NDArray[np.bool_]
+# From rows with micro-batches [rows, v] and recomputation [v] to options [rows * v] where they lie, and slowdowns.
+Placing = Callable[[DeviceOrder, Rows, Ints, Flags, Setting], tuple[Options, Floats]]
 
 # Levels of room that are told apart; more make the bounds tighter and the tables larger. Generation, whose number of
 # slots may be any, is worked out for one level in so many.
@@ -95,7 +97,7 @@ def build_table(name: str, rows: Rows, setting: Setting, levels: Levels, *, may_
     return StageTable(name, rows, held[types.first][rows.layout], lowest[rows.layout], seconds, anywhere)
 
 
-def _seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place) -> dict[str, Floats]:
+def _seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place: Placing) -> dict[str, Floats]:
     """Return [rows, levels + 1] seconds by phase of a model-stage with micro-batches."""
     stage, work = stage_of(name), setting.workload
     samples = work.minibatch_samples if stage == "training" else work.samples_per_step
@@ -135,7 +137,7 @@ def _by_level(seconds: Floats, lowest: Ints, levels: Levels) -> Floats:
     return result
 
 
-def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place) -> dict[str, Floats]:
+def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place: Placing) -> dict[str, Floats]:
     """Return [rows, levels + 1] seconds of generation with as many slots as each level of room holds."""
     work = setting.workload
     share = np.maximum(1, -(-work.samples_per_step // rows.dp))

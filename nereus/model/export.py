@@ -177,7 +177,11 @@ def _assign_files(spec: ModelSpec, dtype: torch.dtype, max_file_bytes: int, pp: 
 
 def _make_folder(url: str) -> str:
     target = local_path(url)
-    return tempfile.mkdtemp(prefix="nereus-export-") if target is None else make_partial_folder(target)
+    if target is not None:
+        return make_partial_folder(target)
+    prefix = f"nereus-export-{socket.gethostname()}-"
+    _remove_leftovers(Path(tempfile.gettempdir()), prefix)
+    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
 
 
 def make_partial_folder(target: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import stat
+import tempfile
 from dataclasses import replace
 
 import fsspec
@@ -188,12 +189,15 @@ def test_nothing_is_left_after_a_failure(small, tmp_path, monkeypatch):
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_leftovers_of_killed_exporters_are_removed(small, tmp_path):
+@pytest.mark.parametrize("place", ["local", "object store"])
+def test_leftovers_of_killed_exporters_are_removed(small, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where those for object stores lie
     spec, state, _ = small
-    living = begin_export(str(tmp_path / "out"), spec, dtype=torch.float32)
+    out = str(tmp_path / "out") if place == "local" else f"memory://{tmp_path.name}/left"
+    living = begin_export(out, spec, dtype=torch.float32)
     dead = living.folder.replace(f"-{os.getpid()}-", "-999999999-")
     os.mkdir(dead)
-    export(tmp_path / "out", spec, state)
+    export(out, spec, state)
     assert not os.path.exists(dead) and os.path.exists(living.folder)
     abandon_export(living)
 

@@ -7,6 +7,7 @@ import re
 
 _CREDENTIALS = re.compile(r"(?<=//)[^/@\s]+@|[^\s/@:'\"(]+:[^\s/@]+@")
 _QUERY = re.compile(r"(?<=[^\s?])\?[^\s'\"]*=[^\s'\")]*")
+_SIGNED = re.compile(r"\?.*(sig|token|credential|secret|passw|key)[^=&]*=", re.IGNORECASE)
 _NUMBER = re.compile(r"\[Errno -?\d+\] ")
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _MAX_CHARS = 300
@@ -22,6 +23,18 @@ def hide_credentials(text: str) -> str:
         if len(value) >= 8:  # shorter ones are words of everyday in tests
             text = text.replace(value, "***")
     return _QUERY.sub("", _CREDENTIALS.sub("", text))
+
+
+def refuse_credentials(url: str, field: str) -> None:
+    """Raise ValueError when a URL names a user or brings a signature along; a local path never does.
+
+    What a config says of places gets into files, logs and artifacts.
+    """
+    if "://" in url and (_CREDENTIALS.search(url) or _SIGNED.search(url)):
+        raise ValueError(
+            f"{field}: {hide_credentials(url)} was given with credentials in it, which would get into files and logs; "
+            "leave them out, and set them in the environment or in the store's own configuration."
+        )
 
 
 def describe_error(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import posixpath
 import uuid
 from typing import Any
 
-from storage.errors import describe_error, hide_credentials
+from storage.errors import describe_error, hide_credentials, refuse_credentials
 from storage.retry import answer_of, as_os_error, is_transient
 from storage.small_files import remove_folder
 from storage.urls import local_path, open_filesystem
@@ -35,8 +35,10 @@ def check_writable(url: str | os.PathLike[str], *, field: str = "run_dir") -> No
         field: of the config, for the sentence.
 
     Raises:
-        ValueError: it can't be done; one sentence says why and what to do, without credentials.
+        ValueError: it can't be done, or the URL holds credentials, which would get into files and logs; one sentence
+            says why and what to do, without credentials.
     """
+    refuse_credentials(os.fspath(url), field)
     try:
         path = local_path(url)
         if path is not None:

@@ -25,6 +25,7 @@ from nereus.rewards import load_reward_function
 from nereus.runtime.run_dir import RunDir
 from nereus.runtime.sources import ModelSource
 from nereus.tracking import check_trackers
+from storage.errors import refuse_credentials
 from storage.urls import local_path, open_filesystem
 from storage.writable import check_writable
 
@@ -238,6 +239,10 @@ def _capacities(config: RunConfig) -> dict[int, int]:
 
 
 def _check_places(config: RunConfig) -> None:
+    models = {"model": config.model, "critic": config.critic, "reference": config.reference}
+    sources = {f"{name}.path": model.path for name, model in models.items()}
+    for field, place in {**sources, "reward.model": config.reward.model, "data.prompts": config.data.prompts}.items():
+        refuse_credentials(place or "", field)
     for field, url in (("run_dir", config.run_dir), ("staging.root", config.staging.root)):
         if url is not None and isinstance(open_filesystem(url)[0], MemoryFileSystem):
             raise ValueError(

@@ -45,6 +45,7 @@ def test_the_actors_weights_are_the_default_of_critic_and_reference() -> None:
     ("tree", "words"),
     [
         ({"model": {"path": "no/such/model"}}, ["no/such/model"]),
+        ({"model": {"path": "s3://who:secret@bucket/model"}}, ["model.path: s3://bucket/model", "credentials in it"]),
         ({"reward": {"function": "no.such.module:score"}}, ["no.such.module"]),
         ({"reward": {"function": "nereus.recipes.rewards:no_such"}}, ["no_such"]),
         ({"reward": {"model": "no/such/reward"}}, ["no/such/reward"]),

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from storage.errors import refuse_credentials
 from storage.s3 import BoundedS3FileSystem
 from storage.small_files import list_names, replace_file
 from storage.writable import check_writable
@@ -41,6 +42,30 @@ def test_a_good_place_is_left_as_it_was(store_url):
 
 def test_a_bucket_itself(s3_url, s3_server):
     check_writable(s3_server.url)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://who:secret@bucket/run", "s3://bucket/run"),
+        ("ftp://who@host/run", "ftp://host/run"),
+        ("https://host/run?version=1&X-Amz-Signature=secret", "https://host/run"),
+    ],
+)
+def test_credentials_in_a_place_are_refused(url, shown):
+    """They would be written into run.yaml and the journal."""
+    sentence = refusal(url)
+    assert sentence.startswith(f"run_dir: {shown} was given with credentials in it")
+    assert "set them in the environment" in sentence
+
+
+def test_a_bucket_may_be_named_like_a_user(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "minioadmin")
+    check_writable("memory://minioadmin-data/run")
+
+
+def test_a_version_is_no_secret():
+    refuse_credentials("s3://bucket/prompts.jsonl?versionId=abc", "data.prompts")
 
 
 def test_a_file_in_the_way(tmp_path):

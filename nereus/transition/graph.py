@@ -55,6 +55,7 @@ def plan_transition(
         ValueError: a plan names a device that `memory` doesn't know.
     """
     check_devices(current, target, memory, lost)
+    node_of = {device: node_of(device) for device in {*current.devices, *target.devices}}.__getitem__
     target = assign_devices(current, target, memory, lost, node_of)
     build = _Build(current, target, memory, staged_set, frozenset(lost), node_of)
     everything = frozenset(target)

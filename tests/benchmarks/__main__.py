@@ -22,6 +22,7 @@ BENCHMARKS = {
     "weight_sync": ("--quick",),
     "ppo_step": ("--quick",),
     "staged_state": ("--quick",),
+    "transition_graph": ("--quick",),
 }
 
 

@@ -62,8 +62,9 @@ def describe(comparison: Comparison) -> str:
     for run in comparison.runs:
         if run.ended_by:
             lines.append(f"{run.policy} ended: {run.ended_by}")
-        if run.warnings:
-            lines.append(f"{run.policy} warned {len(run.warnings)} times: {run.warnings[0][1]}")
+    warned = next((run for run in comparison.runs if run.warnings), None)
+    if warned is not None:
+        lines.append(f"Warned from step {warned.warnings[0][0]} on: {warned.warnings[0][1]}")
     return "\n".join(lines).rstrip()
 
 

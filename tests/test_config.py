@@ -31,6 +31,11 @@ def test_no_key_at_all_is_a_valid_run():
     assert build_config({}) == RunConfig()
 
 
+def test_a_field_that_a_form_hands_over_empty_is_not_given():
+    config = build_config({"run_dir": "", "staging": {"root": ""}, "critic": {"path": ""}})
+    assert config == RunConfig()
+
+
 def test_overrides_are_yaml_at_dotted_keys():
     config = load_config("tiny-cpu", ["steps=7", "ppo.actor_lr=1e-5", "cluster.memory_per_device=512MiB"])
     assert (config.steps, config.ppo.actor_lr, config.cluster.memory_per_device) == (7, 1e-5, 512 * 2**20)

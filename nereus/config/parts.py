@@ -66,6 +66,14 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
+def _empty_is_none(text: Any) -> Any:
+    return None if text == "" else text
+
+
+# A text that may be left empty; a form hands an emptied field over as "".
+OptionalText = Annotated[str | None, BeforeValidator(_empty_is_none)]
+
+
 class TinyConfig(Part):
     """A small decoder with random weights, for tests and demos."""
 
@@ -94,7 +102,7 @@ class TinyConfig(Part):
 class OptionalModelConfig(Part):
     """Where a model's weights come from; neither key means the actor's weights."""
 
-    path: str | None = Field(None, description="Hugging Face model directory or URI; empty: the actor's weights.")
+    path: OptionalText = Field(None, description="Hugging Face model directory or URI; empty: the actor's weights.")
     tiny: TinyConfig | None = Field(None, description="A small random model instead of a path.")
 
     @model_validator(mode="after")
@@ -107,7 +115,7 @@ class OptionalModelConfig(Part):
 class ModelConfig(OptionalModelConfig):
     """Where the actor's weights come from: exactly one of `path` and `tiny`."""
 
-    path: str | None = Field(None, description="Hugging Face model directory or URI.")
+    path: OptionalText = Field(None, description="Hugging Face model directory or URI.")
 
     @model_validator(mode="after")
     def _check_a_source(self) -> Self:
@@ -119,10 +127,10 @@ class ModelConfig(OptionalModelConfig):
 class RewardConfig(Part):
     """Who scores a response: exactly one of a Python function and a reward model."""
 
-    function: str | None = Field(
+    function: OptionalText = Field(
         None, description="`package.module:name`, called as f(prompt: str, response: str, example: dict) -> float."
     )
-    model: str | None = Field(None, description="Hugging Face sequence classification directory or URI.")
+    model: OptionalText = Field(None, description="Hugging Face sequence classification directory or URI.")
     timeout_s: float = Field(10.0, gt=0, description="Longest time for one call of the function, in seconds.")
     workers: int = Field(1, gt=0, description="Processes that call the function.")
 
@@ -210,7 +218,7 @@ class ClusterConfig(Part):
 class StagingConfig(Part):
     """Where and how often the state is committed that a run can go on from."""
 
-    root: str | None = Field(None, description="Directory or URI of the staged sets; empty: RUN_DIR/state.")
+    root: OptionalText = Field(None, description="Directory or URI of the staged sets; empty: RUN_DIR/state.")
     every: int = Field(1, gt=0, description="Steps from one commit to the next; the last step is always committed.")
     keep: int = Field(2, gt=0, description="Newest commits that are kept; older ones are removed.")
     lease_s: float = Field(

@@ -10,6 +10,7 @@ from nereus.config.parts import (
     ModelConfig,
     ModelStageName,
     OptionalModelConfig,
+    OptionalText,
     Part,
     PlanEntry,
     PPOConfig,
@@ -39,7 +40,7 @@ class RunConfig(Part):
     )
     steps: int = Field(20, gt=0, description="PPO steps.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn.")
-    run_dir: str | None = Field(None, description="Directory or URI that holds all of the run; empty: runs/<run id>.")
+    run_dir: OptionalText = Field(None, description="Directory or URI that holds all of the run; empty: runs/<run id>.")
     cluster: ClusterConfig = Field(ClusterConfig(), description="The devices.")
     plan: Literal["auto"] | dict[ModelStageName, PlanEntry] = Field(
         "auto", description="`auto`, or where each model-stage runs."

@@ -73,6 +73,7 @@ def open_run(config: RunConfig, *, run_id: str, flow_run_id: str | None, resume_
     """Check everything at the door and become the driver of the run.
 
     It goes on where `resume_from` names a run, or where the run directory holds one that this very flow run has begun.
+    A form hands an empty `resume_from` over as "".
 
     Raises:
         ValueError: the config can't run, the directory holds another run, or another driver has it.
@@ -81,7 +82,7 @@ def open_run(config: RunConfig, *, run_id: str, flow_run_id: str | None, resume_
     check_writable(url)  # first: it is quick to say that a store can't be reached
     if config.staging.root is not None:
         check_writable(config.staging.root, field="staging.root")
-    recorded = read_recorded(url) if resume_from is not None or _is_own(url, flow_run_id) else None
+    recorded = read_recorded(url) if resume_from or _is_own(url, flow_run_id) else None
     if recorded is None:
         return _open_new(config.model_copy(update={"run_dir": url}), run_id, flow_run_id)
     return _open_again(config, recorded, url, flow_run_id)

@@ -335,7 +335,7 @@ def test_a_flow_run_without_a_directory_finds_its_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = build_config(TREE)
-    with Session.open(config, run_id="f-1", engine=engine, flow_run_id="f-1") as session:
+    with Session.open(config, run_id="f-1", engine=engine, flow_run_id="f-1", resume_from="") as session:
         take_steps(session, engine, range(1))
     with Session.open(config, run_id="f-1", engine=engine, flow_run_id="f-1") as session:
         assert session.steps == range(1, 4) and session.run_dir == os.path.join("runs", "f-1")

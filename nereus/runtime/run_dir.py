@@ -8,10 +8,11 @@ from typing import Any
 
 from nereus.config import RunConfig, dump_config
 from storage.errors import describe_error, hide_credentials
+from storage.exclusive import remove_leftovers
 from storage.journal import Journal
 from storage.records import append_record, keep_records, read_records
 from storage.small_files import replace_file
-from storage.urls import open_filesystem
+from storage.urls import local_path, open_filesystem
 
 # One record a step each; a resumed run cuts them back to where it goes on.
 _STEP_RECORDS = ("metrics.jsonl", "decisions.jsonl", "transitions.jsonl")
@@ -45,6 +46,9 @@ class RunDir:
     def write_config(self, config: RunConfig) -> None:
         """Write `run.yaml`, the resolved config."""
         replace_file(self.path("run.yaml"), dump_config(config).encode())
+        folder = local_path(self.url)
+        if folder is not None:
+            remove_leftovers(folder, "run.yaml")  # of drivers that were killed in the midst of this
 
     def forget(self) -> None:
         """Take away what a new run has written that failed before its first step.

@@ -50,6 +50,22 @@ def test_what_was_there_before_stays(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_what_a_kill_has_left_of_the_config_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def be_killed(*_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", be_killed)
+        patch.setattr("os.unlink", lambda path: None)
+        with pytest.raises(SystemExit):
+            RunDir(str(tmp_path)).write_config(RunConfig())
+    assert len(list(tmp_path.iterdir())) == 1
+    RunDir(str(tmp_path)).write_config(RunConfig())
+    assert [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
+
+
 def test_records_are_cut_back_to_the_step_that_is_done_again(url: str) -> None:
     run_dir = RunDir(url)
     for step in range(4):

@@ -90,9 +90,8 @@ def report(run_dir: RunDirArgument) -> None:
 
 def _describe(found: "Inspection") -> Iterator[str]:
     """Yield the lines of `nereus inspect`."""
-    if found.kind == "run":
-        drivers = len(found.take_overs)
-        last = found.take_overs[-1] if drivers else {}
+    if found.take_overs:
+        drivers, last = len(found.take_overs), found.take_overs[-1]
         yield f"run     {found.run_id}, {found.steps} steps; {drivers} driver{'s' * (drivers != 1)}, " \
               f"the last on {last.get('host')} (pid {last.get('pid')})"  # fmt: skip
     for report in found.sets:
@@ -102,7 +101,9 @@ def _describe(found: "Inspection") -> Iterator[str]:
         yield f"{count} older commit{'s have' if count > 1 else ' has'} been replaced by newer ones"
     if found.uncommitted:
         yield f"not committed (being written, or left by a killed driver): {', '.join(found.uncommitted)}"
-    if not found.sets:
+    if found.journal_damage:
+        yield "without an intact journal nobody knows which sets are commits"
+    elif not found.sets:
         yield "no commit yet"
     elif not found.damage:
         yield "every byte is as it was written" if found.verified else "manifests are intact; --verify reads every byte"

@@ -11,7 +11,7 @@ from storage.errors import describe_error, hide_credentials
 from storage.exclusive import remove_leftovers
 from storage.journal import Journal
 from storage.records import append_record, keep_records, read_records
-from storage.small_files import replace_file
+from storage.small_files import file_exists, replace_file
 from storage.urls import local_path, open_filesystem
 
 # One record a step each; a resumed run cuts them back to where it goes on.
@@ -91,8 +91,7 @@ class RunDir:
         return ValueError(f"run_dir: {url} can't be {how} ({describe_error(error)}); choose another directory.")
 
     def _exists(self, name: str | None = None) -> bool:
-        filesystem, path = open_filesystem(self.url if name is None else self.path(name))
-        return filesystem.exists(path)
+        return file_exists(self.url if name is None else self.path(name))
 
     def _remove(self, name: str) -> None:
         filesystem, path = open_filesystem(self.path(name) if name else self.url)

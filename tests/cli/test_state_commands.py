@@ -60,6 +60,14 @@ def test_damage_is_exit_code_1_with_one_sentence(fake: FakeRun):
         assert len(json.loads(result.stdout)["damage"]) == 1
 
 
+def test_a_damaged_journal_is_no_run_without_commits(fake: FakeRun):
+    flip(f"{fake.run_dir}/journal/00000001.json", 40)
+    result = run("inspect", fake.run_dir)
+    assert result.exit_code == 1
+    assert result.stdout == "without an intact journal nobody knows which sets are commits\n"
+    assert "00000001.json is damaged" in result.stderr
+
+
 def test_reshard_and_export(fake: FakeRun, tmp_path: Path):
     result = run("reshard", fake.run_dir, str(tmp_path / "state"), "--tp", "2", "--pp", "3")
     assert result.exit_code == 0, result.output

@@ -97,17 +97,15 @@ class StageState:
         return any(other != number and (self.name, other) not in chosen for other in self.alive)
 
     def end(self, units: Collection[Emu], draft: Draft) -> None:
-        """Count old units as freed by a draft, which waits for their readers and for the copy that outlives them."""
+        """Count old units as freed by a draft, which waits for all that read them, the writer of a staged set included.
+
+        That is enough to keep the state alive: the last of them is freed only where new units were made before, and
+        those were copied from old ones (or from the set), which wait for that copy in their turn.
+        """
         for unit in units:
             number = self._numbers[id(unit)]
             draft.depends_on.update(dict.fromkeys(self._readers.get(number, ())))
             self.alive.remove(number)
-        if draft.kind != "destroy" or self.alive or self.change.kept or self.is_derived:
-            return
-        if self.writer is not None:
-            draft.depends_on[self.writer] = None
-        elif not self.is_staged:
-            draft.depends_on[self.made[0]] = None
 
     def destroy(self, number: int) -> Draft:
         """Return the primitive that frees an old unit; it counts as freed from now on."""

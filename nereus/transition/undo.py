@@ -91,9 +91,6 @@ class _WayBack:
                 if device not in primitive.shares:
                     draft.memory[device] = Reservation(0, -held[rank])
         self._end(draft)
-        others = [unit for unit in self.live if unit.model_stage == primitive.model_stage]
-        if others and all(unit in self._maker for unit in others):  # the copy that outlives it was made on the way
-            draft.depends_on[self._maker[others[0]]] = None
         self._place(draft)
 
     def _make_again(self, unit: Emu) -> None:

@@ -7,10 +7,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nereus.emu import emus_of
+from nereus.model.spec import num_parameters, tensors
+from nereus.plan import Plan
+from nereus.transition.copies import copies_of, restoration_of
 from nereus.transition.graph import InfeasibleTransition, plan_transition
 from nereus.transition.walk import walk
-from tests.transition.cases import LEAST_ROOM, memory_for, random_plan
+from tests.transition.cases import LEAST_ROOM, SPECS, memory_for, random_plan, stage
 from tests.transition.stores import Devices
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_what_is_taken_over_is_not_copied(transport):
+    """tp 2 moves by one device: the rank on the common device keeps its tensors."""
+    current, target = (Plan.of({"actor.training": stage(1, 2, 1, first=first)}) for first in (0, 1))
+    graph = plan_transition(current, target, memory_for(current, target, LEAST_ROOM), transport=transport)
+    made = next(p for p in graph.primitives if p.makes)
+    assert made.shares == (1,)
+    if transport == "direct":
+        assert {copy.target for copy in copies_of(made, SPECS)} == {2}
+    else:
+        restoration = restoration_of(made, SPECS)
+        assert restoration.copies == () and set(restoration.missing) == {2}
+
+
+def test_a_restore_reads_only_what_is_not_there():
+    """tp 2 becomes one: the device that held the first half reads the second."""
+    current, target = Plan.of({"actor.training": stage(1, 2, 1)}), Plan.of({"actor.training": stage(1, 1, 1)})
+    graph = plan_transition(current, target, memory_for(current, target, 10**7), transport="staged")
+    restore = next(p for p in graph.primitives if p.kind == "restore")
+    restoration = restoration_of(restore, SPECS)
+    assert {(copy.source, copy.target) for copy in restoration.copies} == {(0, 0)}
+    read = sum(part.num_elements for part in restoration.missing[0])
+    assert 12 * read == restore.bytes
+    norms = sum(info.shape[0] for info in tensors(SPECS["actor.training"]).values() if info.split is None)
+    assert read == (num_parameters(SPECS["actor.training"]) - norms) // 2
 
 
 @settings(max_examples=30, deadline=None)

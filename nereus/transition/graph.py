@@ -10,11 +10,12 @@ from nereus.layout import Layout
 from nereus.plan import Plan, StagePlan, stage_of
 from nereus.transition.assign import NodeOf, assign_ranks, one_node
 from nereus.transition.critical_path import price_graph
+from nereus.transition.dead_end import DeadEnd
 from nereus.transition.draft import Draft
 from nereus.transition.durations import durations
 from nereus.transition.local import GENERATION, stage_changes
 from nereus.transition.memory import TransitionMemory, format_bytes, resident_bytes
-from nereus.transition.order import DeadEnd, SerialOrder
+from nereus.transition.order import SerialOrder
 from nereus.transition.primitives import Reservation, TransitionGraph
 from nereus.transition.resource_edges import find_resource_edges
 from nereus.transition.shorten import shorten

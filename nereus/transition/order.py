@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from nereus.layout import Layout
 from nereus.plan import stage_of
 from nereus.transition.assign import NodeOf
+from nereus.transition.dead_end import DeadEnd, find_dead_end
 from nereus.transition.draft import Draft
 from nereus.transition.drafting import Drafting, Found
 from nereus.transition.local import GENERATION, TRAINING, StageChange, closure
@@ -15,24 +15,6 @@ from nereus.transition.memory import TransitionMemory
 from nereus.transition.primitives import Reservation
 from nereus.transition.sources import Source, Sources
 from nereus.transition.stage_state import StageState
-
-
-@dataclass
-class DeadEnd(Exception):
-    """Nothing that is left fits, and nothing more may be freed.
-
-    Attributes:
-        model_stage: of the transfer that came closest.
-        device: where it lacks most, -1 where no live unit holds the state at all.
-        need_bytes, free_bytes: there.
-        holders: model-stages with old units on devices that lack memory, or without any live unit.
-    """
-
-    model_stage: str
-    device: int
-    need_bytes: int
-    free_bytes: int
-    holders: frozenset[str]
 
 
 class SerialOrder:
@@ -91,7 +73,7 @@ class SerialOrder:
             blocked = [(stage, index) for stage, index in left if not self._place_if_it_fits(stage, index)]
             blocked = [(stage, index) for stage, index in blocked if not self._place_after_releases(stage, index)]
             if len(blocked) == len(left):
-                raise self._dead_end(blocked)
+                raise find_dead_end(blocked, self.stages, self._free, self._drafting)
             left = blocked
 
     def _free_dead(self, stage: StageState) -> None:
@@ -261,30 +243,3 @@ class SerialOrder:
         for device, (_, held) in draft.memory.items():
             self._free[device] -= held
         self.drafts.append(draft)
-
-    def _dead_end(self, blocked: list[tuple[StageState, int]]) -> DeadEnd:
-        """Return the closest miss of all that is blocked."""
-        misses: list[tuple[int, StageState, int, int, int]] = []
-        holders: set[str] = set()
-        for stage, index in blocked:
-            found = self._drafting.beside(stage, index)
-            if found is None:
-                return DeadEnd(stage.name, -1, 0, 0, frozenset({stage.name}))
-            drafts = [found[0]]
-            if not stage.is_staged and not stage.alive.isdisjoint(stage.change.transfers[index].overlaps):
-                group = closure(index, stage.change, stage.users, stage.pending, stage.alive)
-                drafts.append(self._drafting.in_place(stage, *group))
-            for draft in drafts:
-                lacks = [(peak - self._room(d), d, peak) for d, (peak, _) in draft.memory.items()]
-                lack, device, need = max(lacks)
-                misses.append((lack, stage, device, need, self._room(device)))
-            for device, (peak, _) in drafts[0].memory.items():
-                if peak > self._free[device]:
-                    holders.update(s.name for s in self.stages.values() if s.number_at(device) is not None)
-        _, stage, device, need, room = min(misses, key=lambda miss: miss[0])
-        return DeadEnd(stage.name, device, need, room, frozenset(holders))
-
-    def _room(self, device: int) -> int:
-        """Return the bytes that are free on a device once all that may go has gone."""
-        going = (stage for stage in self.stages.values() if stage.is_staged or stage.is_derived)
-        return self._free[device] + sum(s.bytes_at(device) for s in going if s.number_at(device) is not None)

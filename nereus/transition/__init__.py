@@ -1,1 +1,1 @@
-"""From one plan to another: what a transition costs."""
+"""From one plan to another: the graph of primitives that leads there, its price and its execution."""

@@ -9,7 +9,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix bench serve deploy smollm2 slow sweep
+.PHONY: help setup demo test check fix bench serve deploy smollm2 slow sweep chaos
 
 help:  ## list the entry points
 	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ slow: setup  ## the tests that take minutes: learning, and SmolLM2 where `make s
 
 sweep: setup  ## layout invariance over 200 mixed plans (long)
 	NEREUS_SWEEP=200 $(BIN)/python -m pytest tests/parity/test_layouts.py
+
+chaos: setup  ## runs that are killed at 60 moments, on disk and S3, against undisturbed ones (half an hour)
+	NEREUS_CHAOS=60 $(BIN)/python -m pytest -rs tests/chaos
 
 smollm2: setup  ## fetch SmolLM2-135M-Instruct and convert it to safetensors
 	test -e $(SMOLLM2)/model.safetensors || $(BIN)/python -m nereus.smollm2 $(SMOLLM2)

@@ -222,7 +222,7 @@ class StagingConfig(Part):
     every: int = Field(1, gt=0, description="Steps from one commit to the next; the last step is always committed.")
     keep: int = Field(2, gt=0, description="Newest commits that are kept; older ones are removed.")
     lease_s: float = Field(
-        30.0, gt=0, description="Silence after which a driver on another host counts as dead, in seconds."
+        30.0, ge=1, le=3600, description="Silence after which a driver on another host counts as dead, in seconds."
     )
 
 

@@ -89,16 +89,16 @@ def open_run(config: RunConfig, *, run_id: str, flow_run_id: str | None, resume_
 
 
 def _is_own(url: str, flow_run_id: str | None) -> bool:
-    """Return whether the newest driver of the run in a directory, if there is one, worked for this flow run."""
+    """Return whether a driver of the run in a directory, if there is one, worked for this flow run."""
     if flow_run_id is None:
         return False
     try:
-        newest = Journal(url).newest("take_over")
+        entries = Journal(url).entries()
     except ValueError:
         raise
     except Exception as error:  # every store has errors of its own
         raise RunDir(url).unusable("read", error) from error
-    return newest is not None and newest.body.get("flow_run_id") == flow_run_id
+    return any(entry.kind == "take_over" and entry.body.get("flow_run_id") == flow_run_id for entry in entries)
 
 
 def _open_new(config: RunConfig, run_id: str, flow_run_id: str | None) -> OpenRun:

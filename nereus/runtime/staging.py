@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from nereus.commits import Commit
+from nereus.commits import Commit, live_commits
 from nereus.limits import REMOTE_SHARD_BYTES, REMOTE_SHARDS_IN_FLIGHT, SHARDS_IN_FLIGHT
 from nereus.runtime.engine import Engine
 from nereus.runtime.shard_queue import MOST_TRIES, ShardQueue
@@ -62,6 +62,7 @@ class Staging:
         self._engine, self._owner, self._root, self._orders = engine, owner, root, orders
         self._run_id, self._keep, self._lease_s, self._spare_bytes = run_id, keep, lease_s, spare_bytes
         self._commits = list(commits)
+        self._doubtful: list[str] = []  # sets whose commit the journal may hold: no answer came
         self._queue: ShardQueue | None = None
         self._thread: threading.Thread | None = None
         self._fenced: FencedOff | None = None
@@ -126,7 +127,7 @@ class Staging:
 
     def retire(self, also_kept: Collection[str] = ()) -> None:
         """Remove the sets that nobody needs: of older commits, and of writers that were killed."""
-        keep = {*also_kept, *(commit.set_name for commit in self._commits[-self._keep :])}
+        keep = {*also_kept, *self._doubtful, *(commit.set_name for commit in self._commits[-self._keep :])}
         try:
             retire(self._root, keep=keep, lease_s=self._lease_s, take_over=self._owner.number)
         except Exception as error:  # every store has errors of its own
@@ -150,8 +151,9 @@ class Staging:
             manifest = Manifest(self._run_id, step, run_state, plan, records)
             checksum = self._try(lambda: commit_state(join_url(self._root, name), manifest))
             body = {"step": step, "set": name, "manifest": checksum}
+            self._doubtful.append(name)
             entry = self._try(lambda: self._owner.journal.append("commit", body))
-            self._commits = [commit for commit in self._commits if commit.step < step] + [Commit.of(entry)]
+            self._take_note(Commit.of(entry))
         except FencedOff as error:
             self._fenced = error
             self._discard(name)
@@ -169,6 +171,16 @@ class Staging:
             discard_set(self._root, name)
         except Exception as error:  # every store has errors of its own
             logger.warning("%s of %s stays (%s).", name, hide_credentials(self._root), describe_error(error))
+
+    def _take_note(self, newest: Commit) -> None:
+        """Add a commit, and those before it that are in the journal although their writer heard nothing of it."""
+        known = {commit.set_name for commit in self._commits} | set(self._doubtful)
+        in_doubt, self._doubtful = len(self._doubtful) > 1, []
+        if in_doubt:
+            entries = self._owner.journal.entries()
+            self._commits = [commit for commit in live_commits(entries) if commit.set_name in known]
+        else:
+            self._commits = [commit for commit in self._commits if commit.step < newest.step] + [newest]
 
     def _try(self, action: Callable[[], T]) -> T:
         """Do it again after an error of the store."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from nereus.config import build_config
 from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
-from storage.journal import FencedOff, Journal
+from storage.exclusive import create_exclusively
+from storage.journal import Entry, FencedOff, Journal, _dump
 from storage.manifest import Manifest
 from storage.records import read_records
 from storage.state import verify_state
@@ -148,6 +150,36 @@ def test_a_commit_that_fails_is_warned_of_and_leaves_nothing_and_the_run_goes_on
     assert said[0].endswith("the run goes on, and a resume would begin after step 0.")
     assert list(commits_of(tmp_path)) == [0, 3]
     assert summary["staged_state"]["step"] == 3
+
+
+def test_a_commit_whose_answer_was_lost_keeps_its_set_and_counts_from_the_next_one_on(
+    tmp_path: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_session(tmp_path, engine) as session:
+        assert session._staging is not None
+        journal = session._opened.owner.journal
+
+        def append_unheard(kind: str, body: Any) -> Any:
+            number = len(journal._entries) + 1
+            with suppress(FileExistsError):  # of the try before
+                create_exclusively(
+                    journal._path(number), _dump(Entry(number, kind, body, f"{journal._writer}.{number}"))
+                )
+            raise OSError("connection reset")
+
+        take_step(session, 0)
+        assert session._staging.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(journal, "append", append_unheard)
+            take_step(session, 1)
+            assert session._staging.wait(60)
+        assert session.newest_state is not None and session.newest_state["step"] == 0
+        assert sets_of(tmp_path) == {"step-00000000-1", "step-00000001-1"}
+        assert list(commits_of(tmp_path)) == [0, 1], "the journal names it, so it must be there"
+        take_step(session, 2)
+        assert session._staging.wait(60)
+        assert [commit.step for commit in session._staging._commits] == [0, 1, 2]
+    assert list(commits_of(tmp_path)) == [1, 2]
 
 
 def sets_of(folder: Path) -> set[str]:

@@ -61,7 +61,7 @@ def random_cluster(draw: random.Random, specs: dict[str, ModelSpec], precision: 
     from nereus.model.spec import num_parameters
 
     total = sum(num_parameters(spec) * (18 if "training" in name else 3) for name, spec in specs.items())
-    memory = int(total * (2 if precision == "float32" else 1) * draw.uniform(0.5, 4.0) / num_devices) + GIB
+    memory = int(total * (2 if precision == "float32" else 1) * draw.uniform(1.0, 8.0) / num_devices) + GIB
     kind = NodeKind(
         name="test",
         devices=draw.choice([2, 4, 8]),

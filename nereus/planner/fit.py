@@ -13,18 +13,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from nereus.cost.activations import COMPUTE_BYTES
-from nereus.cost.memory import SYNC_BUCKETS_IN_FLIGHT
-from nereus.cost.moves import weight_sync_operations
 from nereus.cost.options import Options
-from nereus.cost.rates import Rates
 from nereus.layout import Layout
-from nereus.limits import SYNC_BUCKET_BYTES
 from nereus.plan import Plan, StagePlan, stage_of
-from nereus.planner.place import Place, Surroundings, in_place, makespan_s, num_nodes, overlaps, surroundings
+from nereus.planner.place import Place, Surroundings, makespan_s, num_nodes, overlaps, surroundings
 from nereus.planner.rank_arrays import MemoryFormulas, RankTypes, rank_types, take_ranks
 from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import Ints, micro_batch_steps
+from nereus.planner.sync import placed_sync_s, sync_fits
 
 # The number of slots is found in rounds of so many guesses.
 _GUESSES = 32
@@ -97,9 +93,9 @@ class Fitter:
             choices[name] = self._choices(name, place, room)
             if not choices[name]:
                 return None
-        if not self._sync_fits(places, room):
+        if not sync_fits(places, room, self.setting):
             return None
-        return self._fastest(places, choices, self._sync_s(places) if sync_s is None else sync_s)
+        return self._fastest(places, choices, placed_sync_s(places, self.setting) if sync_s is None else sync_s)
 
     def room(self, places: Mapping[str, Place]) -> Ints:
         """Return by position the bytes that are left beside what is resident; it may be negative."""
@@ -217,46 +213,6 @@ class Fitter:
             nodes=around.nodes * ones,
         )
         return self.setting.seconds(name, options, around.slowdown)
-
-    def _sync_fits(self, places: Mapping[str, Place], room: Ints) -> bool:
-        """Return whether buffers of the weight sync, and the least that any device needs to work, fit."""
-        work = self.setting.workload
-        source, target = places.get("actor.training"), places.get("actor.generation")
-        covered = np.zeros(len(room), dtype=bool)
-        for place in places.values():
-            covered[place.positions] = True
-        least = int(room[covered].min()) - work.workspace_bytes
-        if source is None or target is None or in_place(source, target) or least < 0:
-            return least >= 0
-        most = work.most_sync_peers or len(room)
-        peers = min(len(target.positions), most) + min(len(source.positions), most)
-        if peers * SYNC_BUCKETS_IN_FLIGHT * SYNC_BUCKET_BYTES <= least:
-            return True
-        need = np.full(len(room), work.workspace_bytes)
-        for name, place, other in (("actor.training", source, target), ("actor.generation", target, source)):
-            others = len(other.positions) - other.mask(len(room))[place.positions]
-            message = np.tile(self._message_bytes(name, place.layout), place.dp)
-            need[place.positions] += np.minimum(others, most) * message
-        return bool((need <= room)[covered].all())
-
-    def _message_bytes(self, name: str, layout: Layout) -> Ints:
-        types = self._types(name, layout)
-        held = types.ranks.parameters * COMPUTE_BYTES[self.setting.job.precision]
-        return np.minimum(held, SYNC_BUCKETS_IN_FLIGHT * SYNC_BUCKET_BYTES)[types.of_rank[0]]
-
-    def _sync_s(self, places: Mapping[str, Place]) -> float:
-        if "actor.training" not in places or "actor.generation" not in places:
-            return 0.0
-        setting = self.setting
-        ids = np.array(setting.order.ids)
-        training, generation = (
-            StagePlan(place.dp, place.layout, tuple(ids[place.positions].tolist()), 1)
-            for place in (places["actor.training"], places["actor.generation"])
-        )
-        rates = Rates(setting.cluster.kind, setting.job.precision)
-        spec = setting.job.specs["actor.training"]
-        sync = weight_sync_operations(spec, training, generation, setting.cluster, rates)
-        return float(sync.total_s(setting.efficiencies))
 
     def _fastest(self, places: Mapping[str, Place], choices: Mapping[str, list[Choice]], sync_s: float) -> Fitted:
         """Return the combination of choices with the shortest step."""

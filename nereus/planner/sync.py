@@ -1,14 +1,68 @@
-"""Seconds of the weight sync for many pairs of training and generation at once, both from the first device on."""
+"""The weight sync between stages: whether its buffers fit, and its seconds, for placed plans and for many at once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from nereus.cost.activations import COMPUTE_BYTES
+from nereus.cost.memory import SYNC_BUCKETS_IN_FLIGHT
+from nereus.cost.moves import weight_sync_operations
 from nereus.cost.rates import Rates
 from nereus.limits import SYNC_BUCKET_BYTES
 from nereus.model.spec import num_parameters
+from nereus.plan import StagePlan
+from nereus.planner.place import Place, in_place
+from nereus.planner.rank_arrays import rank_types
 from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import DeviceOrder, Ints, Rows
+
+
+def sync_fits(places: Mapping[str, Place], room: Ints, setting: Setting) -> bool:
+    """Return whether buffers of the weight sync, and the least that any device needs to work, fit.
+
+    Args:
+        room: bytes by position beside what is resident.
+    """
+    work = setting.workload
+    source, target = places.get("actor.training"), places.get("actor.generation")
+    covered = np.zeros(len(room), dtype=bool)
+    for place in places.values():
+        covered[place.positions] = True
+    least = int(room[covered].min()) - work.workspace_bytes
+    if source is None or target is None or in_place(source, target) or least < 0:
+        return least >= 0
+    most = work.most_sync_peers or len(room)
+    peers = min(len(target.positions), most) + min(len(source.positions), most)
+    if peers * SYNC_BUCKETS_IN_FLIGHT * SYNC_BUCKET_BYTES <= least:
+        return True
+    need = np.full(len(room), work.workspace_bytes)
+    for name, place, other in (("actor.training", source, target), ("actor.generation", target, source)):
+        others = len(other.positions) - other.mask(len(room))[place.positions]
+        need[place.positions] += np.minimum(others, most) * np.tile(_message_bytes(name, place, setting), place.dp)
+    return bool((need <= room)[covered].all())
+
+
+def _message_bytes(name: str, place: Place, setting: Setting) -> Ints:
+    """Return by rank the bytes of the messages that it has under way with one peer in one direction."""
+    types = rank_types(setting.job.specs[name], (place.layout,))
+    held = types.ranks.parameters * COMPUTE_BYTES[setting.job.precision]
+    return np.minimum(held, SYNC_BUCKETS_IN_FLIGHT * SYNC_BUCKET_BYTES)[types.of_rank[0]]
+
+
+def placed_sync_s(places: Mapping[str, Place], setting: Setting) -> float:
+    """Return the seconds of the weight sync of a placed plan; 0 without training or generation."""
+    if "actor.training" not in places or "actor.generation" not in places:
+        return 0.0
+    ids = np.array(setting.order.ids)
+    training, generation = (
+        StagePlan(place.dp, place.layout, tuple(ids[place.positions].tolist()), 1)
+        for place in (places["actor.training"], places["actor.generation"])
+    )
+    rates = Rates(setting.cluster.kind, setting.job.precision)
+    sync = weight_sync_operations(setting.job.specs["actor.training"], training, generation, setting.cluster, rates)
+    return float(sync.total_s(setting.efficiencies))
 
 
 class SyncSeconds:

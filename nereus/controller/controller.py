@@ -16,7 +16,7 @@ from nereus.controller.decision import Boundary, Candidate, Decision, NoPlanErro
 from nereus.controller.monitor import MEMORY_VIOLATION, POOL, SCHEDULE, Monitor, Thresholds
 from nereus.controller.reasons import explain
 from nereus.cost.efficiency import Efficiencies
-from nereus.plan import Plan
+from nereus.plan import Plan, stage_of
 from nereus.transition.price import FREE, TransitionPrice, moves_state
 
 
@@ -24,6 +24,7 @@ from nereus.transition.price import FREE, TransitionPrice, moves_state
 class Settings:
     """How the controller adapts; `policy` is one of payback, any_gain, every_k, fixed.
 
+    With `enabled` false the plan never changes but for micro-batches and recomputation; lost devices end the run.
     `gamma` is the share of the horizon within which a move must pay back; `every` the k of every_k in steps.
     """
 
@@ -31,12 +32,25 @@ class Settings:
     gamma: float = 0.5
     every: int = 3
     thresholds: Thresholds = field(default_factory=Thresholds)
+    enabled: bool = True
 
     def __post_init__(self) -> None:
         if self.policy not in ADMIT:
             raise ValueError(f"adapt.policy is {self.policy!r}; choose one of {', '.join(ADMIT)}.")
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"adapt.gamma is {self.gamma}; choose a share of the horizon in [0, 1].")
+
+
+def outgrows_memory(plan: Plan, refitted: Plan) -> bool:
+    """Return whether a plan runs on only with smaller micro-batches or recomputation: as it was, it wouldn't fit.
+
+    Sequences in flight of generation don't count: they fill the memory that there is, and shrink with every token.
+    """
+    return any(
+        refitted[name].recompute > stage.recompute or refitted[name].micro_batch < stage.micro_batch
+        for name, stage in plan.items()
+        if stage_of(name) == "training"
+    )
 
 
 class Controller:
@@ -60,9 +74,15 @@ class Controller:
         triggers = self._monitor.find_triggers(boundary.step, boundary.signals, boundary.cluster.device_ids)
         there = set(self.plan.devices) <= set(boundary.cluster.device_ids) - boundary.lost
         refitted = self._planning.refit(boundary, efficiencies, self.plan) if there else None
+        if not self.settings.enabled:
+            self._stay(boundary, refitted)
+            return None
         if refitted is None:
             triggers = tuple(dict.fromkeys((*triggers, MEMORY_VIOLATION if there else POOL)))
             return self._replan(boundary, efficiencies, triggers, None)
+        if outgrows_memory(self.plan, refitted.plan):
+            self._monitor.note_crossing(MEMORY_VIOLATION, boundary.step)
+            triggers = (*triggers, MEMORY_VIOLATION)
         triggers = self._opportunities(boundary.step, triggers)
         if not triggers:
             self.plan = refitted.plan
@@ -77,6 +97,14 @@ class Controller:
         """Add what the first step after the last decision really took to its record."""
         if self.decisions and self.decisions[-1].step == step:
             self.decisions[-1].measured.setdefault("latency_s", seconds)
+
+    def _stay(self, boundary: Boundary, refitted: Candidate | None) -> None:
+        if refitted is None:
+            raise NoPlanError(
+                f"The plan can't go on at step {boundary.step} with {len(boundary.cluster.devices)} devices, and "
+                "adapt.enabled is false; resume with more devices or memory, or let it adapt."
+            )
+        self.plan = refitted.plan
 
     def _opportunities(self, step: int, triggers: tuple[str, ...]) -> tuple[str, ...]:
         """Return the triggers that this policy follows while its plan runs on."""

@@ -81,7 +81,7 @@ class Monitor:
             if abs(value - reference) > self.thresholds.of(name) * abs(reference):
                 crossed.append(name)
         for name in crossed:
-            self._note_crossing(name, step)
+            self.note_crossing(name, step)
         return tuple(crossed)
 
     def reset_references(self, signals: Signals) -> None:
@@ -92,7 +92,8 @@ class Monitor:
         """Return H: steps until one of the triggers is expected to cross again; 1 before its first interval."""
         return min((self._interval.get(name, 1.0) for name in triggers), default=1.0)
 
-    def _note_crossing(self, name: str, step: int) -> None:
+    def note_crossing(self, name: str, step: int) -> None:
+        """End an interval of a signal, and begin the next one."""
         if name in self._crossed_at:
             interval = float(max(1, step - self._crossed_at[name]))
             past = self._interval.get(name, interval)

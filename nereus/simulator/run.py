@@ -41,19 +41,27 @@ def settings_of(world: World, policy: str) -> Settings:
     return Settings(policy, scenario.gamma, scenario.every, Thresholds(length=scenario.delta_length))
 
 
-def run_policy(world: World, policy: str, settings: Settings | None = None) -> PolicyRun:
+def run_policy(world: World, policy: str) -> PolicyRun:
     """Return what a policy comes to in a world.
 
     Raises:
         NoPlanError: no plan fits the devices of step 0.
     """
-    planning = CostPlanning(world.job(0), world.cluster)
-    calibration = Calibration()
+    planning, calibration = CostPlanning(world.job(0), world.cluster), Calibration()
     boundary = first_boundary(world, calibration)
     best = planning.search(boundary, calibration.efficiencies(), None)
     if not best:
         raise NoPlanError(planning.describe_misfit(boundary))
-    controller = Controller(best[0].plan, planning, settings or settings_of(world, policy))
+    return _run(world, policy, Controller(best[0].plan, planning, settings_of(world, policy)), calibration)
+
+
+def run_static(world: World, plan: Plan) -> PolicyRun:
+    """Return what keeping one plan comes to, under the same eyes: micro-batches are picked from what was measured."""
+    planning = CostPlanning(world.job(0), world.cluster)
+    return _run(world, "static", Controller(plan, planning, Settings(enabled=False)), Calibration())
+
+
+def _run(world: World, policy: str, controller: Controller, calibration: Calibration) -> PolicyRun:
     executor = SimulatedExecutor(world)
     loop = ControlLoop(
         controller,

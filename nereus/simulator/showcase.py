@@ -11,7 +11,7 @@ from statistics import mean
 from nereus.simulator.compare import Comparison, simulate
 from nereus.simulator.load import list_scenarios, load_scenario
 from nereus.simulator.result import PolicyRun, saving
-from nereus.simulator.run import run_policy, settings_of
+from nereus.simulator.run import run_policy
 from nereus.simulator.table import build_markdown, table_rows
 from nereus.simulator.world import build_world
 
@@ -52,7 +52,7 @@ def describe(comparison: Comparison) -> str:
     """Return what is to be said of one scenario: its table first."""
     lines = [f"Devices: {comparison.world.traces.source}.", ""]
     lines += [build_markdown(table_rows(comparison)), ""]
-    static, payback = comparison.best_static(), comparison.get("payback")
+    static, payback = comparison.best_static, comparison.get("payback")
     if payback is not None and static is not None and payback.steps == comparison.world.scenario.steps:
         share = payback.seconds() / static[1] - 1.0
         lines.append(
@@ -94,7 +94,7 @@ def describe_gammas() -> str:
     rows = []
     for gamma in GAMMAS:
         world = build_world(load_scenario(PAPER_TRACES[0], [f"gamma={gamma}"]))
-        record = run_policy(world, "payback", settings_of(world, "payback")).to_record()
+        record = run_policy(world, "payback").to_record()
         rows.append(
             (
                 f"{gamma:g}",

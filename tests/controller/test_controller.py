@@ -22,10 +22,14 @@ def plan(tp: int, dp: int) -> Plan:
 
 @dataclass
 class Tables:
-    """Planning from tables by (tp, dp): latencies in s; what isn't in them doesn't fit. Prices by target."""
+    """Planning from tables by (tp, dp): latencies in s; what isn't in them doesn't fit. Prices by target.
+
+    `micro_batch` is the largest that fits.
+    """
 
     latency_s: dict[tuple[int, int], float]
     price_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    micro_batch: int = 8
 
     def _candidates(self, boundary: Boundary, tp: int | None = None) -> list[Candidate]:
         num_devices = len(boundary.cluster.devices)
@@ -45,7 +49,11 @@ class Tables:
     def refit(self, boundary, efficiencies, plan):
         stage = plan["actor.training"]
         seconds = self.latency_s.get((stage.layout.tp, stage.dp))
-        return None if seconds is None else Candidate(plan, seconds)
+        if seconds is None:
+            return None
+        return Candidate(
+            plan.with_stage("actor.training", micro_batch=min(stage.micro_batch, self.micro_batch)), seconds
+        )
 
     def price(self, boundary, efficiencies, current, target):
         stage = target["actor.training"]
@@ -183,3 +191,22 @@ def test_a_record_brings_plan_and_references_back():
 def test_settings_are_checked(policy: str, gamma: float):
     with pytest.raises(ValueError, match="choose"):
         Settings(policy, gamma)
+
+
+def test_a_plan_that_must_shrink_its_micro_batches_is_weighed_anew():
+    tables = Tables({(1, 4): 100, (2, 2): 60})
+    one = controller(tables, "payback")
+    one.plan = one.plan.with_stage("actor.training", micro_batch=4)
+    assert one.decide(boundary(0, 4), CONSERVATIVE) is None
+    tables.micro_batch = 2
+    decision = one.decide(boundary(1, 4), CONSERVATIVE)
+    assert decision is not None and (decision.verdict, decision.trigger) == ("admit", ("memory violation",))
+
+
+def test_a_disabled_controller_keeps_its_plan_until_its_devices_are_gone():
+    one = Controller(plan(1, 4), Tables({(1, 4): 100, (1, 8): 1, (1, 2): 1}), Settings(enabled=False))
+    for step, devices in enumerate((4, 8)):
+        assert one.decide(boundary(step, devices, tokens=100 * (step + 1)), CONSERVATIVE) is None
+        assert one.plan == plan(1, 4)
+    with pytest.raises(NoPlanError, match=r"adapt.enabled is false"):
+        one.decide(boundary(2, 2), CONSERVATIVE)

@@ -133,9 +133,9 @@ def test_responses_at_the_cap_are_warned_of(small: Small):
 def test_the_oracle_needs_no_other_policy(small: Small):
     comparison = simulate(small(steps=3), ["oracle"])
     assert comparison["oracle"].steps == 3
-    plan, total = comparison.best_static() or (None, 0)
+    plan, total = comparison.best_static or (None, 0)
     assert plan is not None
-    assert total >= comparison["oracle"].seconds() - 1e-6
+    assert total >= 0.995 * comparison["oracle"].seconds()
 
 
 def test_times_of_many_plans_are_those_of_each(drifting: Comparison):

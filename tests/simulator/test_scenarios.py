@@ -47,7 +47,7 @@ def test_payback_survives_without_running_out_of_memory_near_the_oracle(name: st
 @minutes
 def test_monotone_growth_beats_every_static_plan():
     comparison = compare("monotone-growth")
-    static = comparison.best_static()
+    static = comparison.best_static
     assert static is None or comparison["payback"].seconds() < static[1]
 
 
@@ -55,7 +55,7 @@ def test_monotone_growth_beats_every_static_plan():
 @minutes
 def test_flapping_is_within_two_percent_of_the_best_static_plan():
     comparison = compare("flapping")
-    static = comparison.best_static()
+    static = comparison.best_static
     assert static is not None
     assert comparison["payback"].seconds() < 1.02 * static[1]
 

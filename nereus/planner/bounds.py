@@ -24,18 +24,23 @@ class InferenceClasses:
         order = np.argsort(pairs.resident, kind="stable")
         self._of_class = np.array_split(order, min(NUM_CLASSES, len(order)))
         self.resident = pairs.resident[[members[0] for members in self._of_class]]
-        self.least_s = _least(pairs.first_table, levels)
+        self.least_s = least_by_left(pairs.first_table, "inference", levels)
 
     def least(self, seconds: Floats) -> Floats:
         """Return [n, classes] the least of [n, pairs] in each class."""
         return np.stack([seconds[:, members].min(axis=1) for members in self._of_class], axis=1)
 
 
-def _least(first: StageTable, levels: Levels) -> Floats:
-    """Return [levels + 1] least seconds of the first one, by bytes left: the second one may lie on other devices."""
-    room = levels.most[:, None] - first.resident
-    seconds = first.seconds["inference"][np.arange(len(first)), levels.of(room)].min(axis=1)
-    return np.append(seconds, np.inf)
+def least_by_left(table: StageTable, phase: str, levels: Levels, others: int = 0) -> Floats:
+    """Return [levels + 1] the least seconds of any row, by the bytes that are left for it and its phases.
+
+    Args:
+        others: bytes of what is left that others hold at least.
+    """
+    layouts, begin = np.unique(table.rows.layout, return_index=True)  # rows are ordered by layout
+    seconds = np.minimum.reduceat(table.seconds[phase], begin, axis=0)
+    room = levels.most[:, None] - table.resident[begin] - others
+    return np.append(seconds[np.arange(len(layouts)), levels.of(room)].min(axis=1), np.inf)
 
 
 def inference_s(

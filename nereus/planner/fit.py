@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus.cost.options import Options
+from nereus.cost.step import phases_of
 from nereus.layout import Layout
 from nereus.plan import Plan, StagePlan, stage_of
 from nereus.planner.place import Place, Surroundings, makespan_s, num_nodes, overlaps, surroundings
@@ -21,6 +22,7 @@ from nereus.planner.rank_arrays import MemoryFormulas, RankTypes, rank_types, ta
 from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import Ints, micro_batch_steps
 from nereus.planner.sync import placed_sync_s, sync_fits
+from nereus.planner.tables import StageTable
 
 # The number of slots is found in rounds of so many guesses.
 _GUESSES = 32
@@ -70,9 +72,13 @@ class _Menu:
 
 @dataclass
 class Fitter:
-    """Fits places in one setting; what is the same for several places is worked out once."""
+    """Fits places in one setting; what is the same for several places is worked out once.
+
+    `tables` hold seconds that are known already, by model-stage.
+    """
 
     setting: Setting
+    tables: Mapping[str, StageTable] = field(default_factory=dict, repr=False)
     _residents: dict[tuple[str, Layout], Ints] = field(default_factory=dict, repr=False)
     _menus: dict[tuple[str, Layout, int], _Menu] = field(default_factory=dict, repr=False)
     _priced: dict[tuple, list[tuple[int, Choice]]] = field(default_factory=dict, repr=False)
@@ -135,18 +141,6 @@ class Fitter:
                 best.append(choice)
         return best
 
-    def price_by_need(self, name: str, place: Place) -> tuple[Ints, dict[str, Floats]]:
-        """Return the bytes that rank 0 needs for each choice, ascending, and the least seconds up to each.
-
-        The seconds [v + 1] have an infinite one first, for no choice at all; "both" is of the phases' sum.
-        """
-        menu = self._menu(name, place)
-        choices = dict(self._price(name, place, menu, surroundings(place, self.setting.order)))
-        order = np.argsort(menu.need[0], kind="stable")
-        seconds = {phase: [choices[i].seconds[phase] for i in order.tolist()] for phase in choices[0].seconds}
-        seconds["both"] = [sum(choices[i].seconds.values()) for i in order.tolist()]
-        return menu.need[0][order], {phase: np.minimum.accumulate([np.inf, *s]) for phase, s in seconds.items()}
-
     def _menu(self, name: str, place: Place) -> _Menu:
         key = (name, place.layout, place.dp)
         if key not in self._menus:
@@ -164,7 +158,9 @@ class Fitter:
         """Return all choices with their indices, fastest first."""
         key = (name, place.layout, place.dp, around)
         if key not in self._priced:
-            seconds = self._seconds(name, place, around, menu.micro_batch, menu.recompute)
+            seconds = self._known(name, place, menu, around)
+            if seconds is None:
+                seconds = self._seconds(name, place, around, menu.micro_batch, menu.recompute)
             choices = [
                 Choice(int(size), bool(again), {phase: float(each[i]) for phase, each in seconds.items()})
                 for i, (size, again) in enumerate(zip(menu.micro_batch, menu.recompute, strict=True))
@@ -172,6 +168,19 @@ class Fitter:
             order = sorted(range(len(choices)), key=lambda i: tuple(choices[i].seconds.values())[::-1])
             self._priced[key] = [(i, choices[i]) for i in order]
         return self._priced[key]
+
+    def _known(self, name: str, place: Place, menu: _Menu, around: Surroundings) -> dict[str, Floats] | None:
+        """Return the seconds of a menu from the tables, if they have them for such surroundings."""
+        table = self.tables.get(name)
+        row = None if table is None else table.row_of.get((place.layout, place.dp))
+        if table is None or table.choices is None or row is None:
+            return None
+        if place.start != 0 and around != surroundings(Place.block(place.layout, place.dp, 0), self.setting.order):
+            return None
+        # Tables have choices without and with recomputation in turn, a menu first all without.
+        kinds = 1 + int(menu.recompute.any())
+        columns = np.arange(len(menu.micro_batch)).reshape(-1, kinds).T.reshape(-1)
+        return {phase: table.choices.seconds[phase][row, columns] for phase in phases_of(name)}
 
     def _slots(self, name: str, place: Place, by_rank: Ints) -> int:
         """Return the most sequences in flight that fit, up to the replica's share; 0 when not even one does."""

@@ -43,7 +43,7 @@ class PlanSpace:
         self.inference = inference_pairs(first, second, len(order))
         self.classes = InferenceClasses(self.inference, self.levels)
         self.sync = SyncSeconds(setting, actor.rows, self.generation.rows)
-        self.fitter = Fitter(setting)
+        self.fitter = Fitter(setting, {table.name: table for table in (actor, critic, first, second) if table.name})
 
     def _table(self, name: str, phases: tuple[str, ...], *, second: bool) -> StageTable:
         if name not in self._layouts:

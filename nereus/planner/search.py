@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nereus.layout import Layout
-from nereus.planner.bounds import inference_s
+from nereus.planner.bounds import inference_s, least_by_left
 from nereus.planner.fit import Fitted
 from nereus.planner.found import Found, Refused
 from nereus.planner.pairs import Pairs, place_row
@@ -78,17 +78,12 @@ class _Search:
         level = space.level(pairs.resident + self.generation.resident.min() + space.inference.resident.min())
         critic_level = space.critic_level(pairs, 0)
         left = space.level(pairs.resident)
-        others = self._generation_by_left()[left] + space.classes.least_s[left]
+        least = int(space.inference.resident.min())
+        generation_s = least_by_left(self.generation, "generation", space.levels, least)
+        others = generation_s[left] + space.classes.least_s[left]
         before = others + pairs.serial_s("inference", level)
         bound = pairs.late_s(level, critic_level) + np.maximum(before, space.staging_s(pairs))
         return np.maximum(bound, others + pairs.serial_s("both", level))
-
-    def _generation_by_left(self) -> Floats:
-        """Return [levels + 1] the least seconds of generation when so much is left for it and for inference."""
-        space, table = self.space, self.generation
-        room = space.levels.most[:, None] - table.resident - space.inference.resident.min()
-        seconds = table.seconds["generation"][np.arange(len(table)), space.levels.of(room)]
-        return np.append(seconds.min(axis=1), np.inf)
 
     def _expand(self, chunk: Ints) -> None:
         """Add the training pairs of a chunk with every generation that may be good enough to the open ones."""
@@ -197,12 +192,10 @@ class _Search:
 
     def _by_room(self, x: int, rooms: Rooms) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Return the least seconds by phase of both training model-stages of a pair, by the rooms they find."""
-        places, result = self.training.places(x), []
-        for table, room in ((self.training.first_table, rooms.actor), (self.training.second_table, rooms.critic)):
-            if table.name:
-                need, seconds = self.space.fitter.price_by_need(table.name, places[table.name])
-                fitting = np.searchsorted(need, room, side="right")
-                result.append({phase: each[fitting] for phase, each in seconds.items()})
-            else:
-                result.append(dict.fromkeys(("inference", "training", "both"), np.zeros(len(room))))
+        pairs, result = self.training, []
+        one, two = pairs.first_table, pairs.second_table
+        aside = two.choices_anywhere if pairs.side[x] else two.choices
+        for choices, row, room in ((one.choices, pairs.first[x], rooms.actor), (aside, pairs.second[x], rooms.critic)):
+            absent = dict.fromkeys(("inference", "training", "both"), np.zeros(len(room)))
+            result.append(absent if choices is None else choices.by_room(int(row), room))
         return result[0], result[1]

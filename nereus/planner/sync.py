@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from nereus.cost.memory import SYNC_BUCKETS_IN_FLIGHT
 from nereus.cost.moves import weight_sync_operations
 from nereus.cost.rates import Rates
 from nereus.limits import SYNC_BUCKET_BYTES
-from nereus.model.spec import num_parameters
+from nereus.model.spec import ModelSpec, num_parameters
 from nereus.plan import StagePlan
 from nereus.planner.place import Place, in_place
 from nereus.planner.rank_arrays import rank_types
@@ -65,6 +66,11 @@ def placed_sync_s(places: Mapping[str, Place], setting: Setting) -> float:
     return float(sync.total_s(setting.efficiencies))
 
 
+@lru_cache(maxsize=64)
+def _parameters(spec: ModelSpec) -> int:
+    return num_parameters(spec)
+
+
 class SyncSeconds:
     """The formulas of `nereus.cost.moves.weight_sync_operations` on arrays, for blocks from the first device on."""
 
@@ -84,7 +90,7 @@ class SyncSeconds:
             return np.zeros((len(training), len(self._generation)))
         setting, source, target = self._setting, self._training.take(training), self._generation
         rates = Rates(setting.cluster.kind, setting.job.precision)
-        whole = num_parameters(setting.job.specs["actor.training"]) * rates.element_bytes
+        whole = _parameters(setting.job.specs["actor.training"]) * rates.element_bytes
         total = whole * target.dp
         per_device = np.maximum(whole / target.size, total / source.devices[:, None])
         work = per_device * rates.intra_byte_s

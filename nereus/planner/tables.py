@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus.cost.options import Options
-from nereus.cost.step import phases_of
+from nereus.layout import Layout
 from nereus.plan import stage_of
 from nereus.planner.rank_arrays import MemoryFormulas, rank_types, take_ranks
 from nereus.planner.setting import Floats, Setting
@@ -24,7 +24,7 @@ Placing = Callable[[DeviceOrder, Rows, Ints, Flags, Setting], tuple[Options, Flo
 # slots may be any, is worked out for one level in so many.
 NUM_LEVELS = 256
 GENERATION_LEVELS = 4
-_NO = np.zeros(1, dtype=bool)
+_NO, _NO_YES = np.array([False]), np.array([False, True])
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,31 @@ class Levels:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """All micro-batches, each without and in training with recomputation, [rows, v]: bytes of rank 0's hungriest phase,
+    and seconds by phase; "both" is the sum of a training model-stage's phases."""
+
+    need: Ints
+    seconds: Mapping[str, Floats]
+
+    def by_room(self, row: int, room: Ints) -> dict[str, Floats]:
+        """Return the least seconds by phase of a row's choices that fit rooms in bytes; infinite where none does."""
+        order = np.argsort(self.need[row], kind="stable")
+        fitting = np.searchsorted(self.need[row][order], room, side="right")
+        return {
+            phase: np.minimum.accumulate(np.append(np.inf, seconds[row][order]))[fitting]
+            for phase, seconds in self.seconds.items()
+        }
+
+
+@dataclass(frozen=True)
 class StageTable:
     """Options of one model-stage whose block begins at the first device.
 
     `resident` [rows] is what rank 0 holds always, `resident_low` what any rank does at least, in bytes.
     `seconds[phase]` [rows, levels + 1] are of the fastest choice that fits rank 0 with the most room of a level, or
     infinite; the last column (index -1) is infinite. `anywhere[phase]` are at most those on any block of the cluster.
-    Phase "both" of a training model-stage is the least sum of its two phases by one choice.
+    `choices` are what they are made of; generation, whose choices are its numbers of slots, has none.
     """
 
     name: str
@@ -68,6 +86,8 @@ class StageTable:
     resident_low: Ints
     seconds: Mapping[str, Floats]
     anywhere: Mapping[str, Floats]
+    choices: Choices | None = None
+    choices_anywhere: Choices | None = None
 
     @classmethod
     def absent(cls, phases: tuple[str, ...], levels: Levels) -> StageTable:
@@ -81,6 +101,12 @@ class StageTable:
     def __len__(self) -> int:
         return len(self.resident)
 
+    @cached_property
+    def row_of(self) -> dict[tuple[Layout, int], int]:
+        """The row of each layout and dp."""
+        layouts = [self.rows.layouts[index] for index in self.rows.layout.tolist()]
+        return {key: row for row, key in enumerate(zip(layouts, self.rows.dp.tolist(), strict=True))}
+
 
 def build_table(name: str, rows: Rows, setting: Setting, levels: Levels, *, may_lie_anywhere: bool) -> StageTable:
     """Return the table of a model-stage for some rows."""
@@ -89,52 +115,53 @@ def build_table(name: str, rows: Rows, setting: Setting, levels: Levels, *, may_
     stage = stage_of(name)
     held = formulas.resident(stage, types.ranks)
     lowest = np.array([held[of_rank].min() for of_rank in types.of_rank])
-    build = _generation_seconds if stage == "generation" else _seconds
-    seconds = build(name, rows, setting, levels, front_options)
-    anywhere = seconds
+    residents = held[types.first][rows.layout], lowest[rows.layout]
+    if stage == "generation":
+        seconds = _generation_seconds(name, rows, setting, levels, front_options)
+        return StageTable(name, rows, *residents, seconds, seconds)
+    choices = elsewhere = _choices(name, rows, setting, front_options)
+    seconds = anywhere = _by_level(choices, levels)
     if may_lie_anywhere and not _is_regular(setting.order, rows, setting):
-        anywhere = build(name, rows, setting, levels, best_options)
-    return StageTable(name, rows, held[types.first][rows.layout], lowest[rows.layout], seconds, anywhere)
+        elsewhere = _choices(name, rows, setting, best_options)
+        anywhere = _by_level(elsewhere, levels)
+    return StageTable(name, rows, *residents, seconds, anywhere, choices, elsewhere)
 
 
-def _seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place: Placing) -> dict[str, Floats]:
-    """Return [rows, levels + 1] seconds by phase of a model-stage with micro-batches."""
+def _choices(name: str, rows: Rows, setting: Setting, place: Placing) -> Choices:
     stage, work = stage_of(name), setting.workload
     samples = work.minibatch_samples if stage == "training" else work.samples_per_step
     share = np.maximum(1, -(-samples // rows.dp))
     steps = micro_batch_steps(share, rows.pp)
-    recompute = np.array([False, True]) if stage == "training" else np.array([False])
+    recompute = _NO_YES if stage == "training" else _NO
     micro_batch = np.repeat(steps, len(recompute), axis=1)
     flags = np.tile(recompute, steps.shape[1])
     formulas, types = MemoryFormulas(work, setting.job.precision), rank_types(setting.job.specs[name], rows.layouts)
     ranks = take_ranks(types.ranks, types.first[rows.layout][:, None])
     need = formulas.phase(stage, ranks, share[:, None], micro_batch, flags)
-    lowest = np.searchsorted(levels.most, need)  # the first level whose most room is enough
-    result = {}
-    for phase in phases_of(name):
-        # Old log-probs and values are computed without a backward pass, so recomputation changes nothing.
-        again = flags if phase == "training" else np.zeros_like(flags)
-        width = slice(None) if phase == "training" else slice(None, None, len(recompute))
-        options, slowdown = place(setting.order, rows, micro_batch[:, width], again[width], setting)
-        seconds = setting.phase_seconds(name, phase, options, slowdown).reshape(len(rows), -1)
-        if phase != "training" and len(recompute) > 1:
-            seconds = np.repeat(seconds, len(recompute), axis=1)
-        result[phase] = seconds
-    if stage == "training":
-        result["both"] = result["inference"] + result["training"]
-    return {phase: _by_level(seconds, lowest, levels) for phase, seconds in result.items()}
+    options, slowdown = place(setting.order, rows, micro_batch, flags, setting)
+    if stage == "inference":
+        seconds = setting.phase_seconds(name, stage, options, slowdown).reshape(len(rows), -1)
+        return Choices(need, {stage: seconds})
+    late_s = setting.phase_seconds(name, "training", options, slowdown).reshape(len(rows), -1)
+    # Old log-probs and values are computed without a backward pass, so recomputation changes nothing.
+    options, slowdown = place(setting.order, rows, steps, np.zeros(steps.shape[1], bool), setting)
+    early_s = setting.phase_seconds(name, "inference", options, slowdown).reshape(len(rows), -1)
+    early_s = np.repeat(early_s, len(recompute), axis=1)
+    return Choices(need, {"inference": early_s, "training": late_s, "both": early_s + late_s})
 
 
-def _by_level(seconds: Floats, lowest: Ints, levels: Levels) -> Floats:
-    """Return [rows, levels + 1]: the least seconds of the choices whose lowest level is at most that level."""
-    table = np.full((len(seconds), levels.num + 2), np.inf)
-    index = np.arange(len(seconds))
-    for choice in range(seconds.shape[1]):
+def _by_level(choices: Choices, levels: Levels) -> dict[str, Floats]:
+    """Return by phase [rows, levels + 1] the least seconds of the choices that fit the most room of each level."""
+    seconds = np.stack(list(choices.seconds.values()))
+    lowest = np.searchsorted(levels.most, choices.need)  # the first level whose most room is enough
+    table = np.full((*seconds.shape[:2], levels.num + 2), np.inf)
+    index = np.arange(seconds.shape[1])
+    for choice in range(seconds.shape[2]):
         at = lowest[:, choice]
-        table[index, at] = np.minimum(table[index, at], seconds[:, choice])
-    result = np.minimum.accumulate(table[:, : levels.num + 1], axis=1)
-    result[:, levels.num] = np.inf
-    return result
+        table[:, index, at] = np.minimum(table[:, index, at], seconds[:, :, choice])
+    result = np.minimum.accumulate(table[:, :, : levels.num + 1], axis=2)
+    result[:, :, levels.num] = np.inf
+    return dict(zip(choices.seconds, result, strict=True))
 
 
 def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place: Placing) -> dict[str, Floats]:

@@ -22,7 +22,7 @@ from nereus.planner.rank_arrays import MemoryFormulas, RankTypes, rank_types, ta
 from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import Ints, micro_batch_steps
 from nereus.planner.sync import placed_sync_s, sync_fits
-from nereus.planner.tables import StageTable
+from nereus.planner.tables import Choices, StageTable
 
 # The number of slots is found in rounds of so many guesses.
 _GUESSES = 32
@@ -140,6 +140,15 @@ class Fitter:
             if fitting[index] and (not best or choice.early_s < best[-1].early_s):
                 best.append(choice)
         return best
+
+    def choices_at(self, name: str, place: Place) -> Choices:
+        """Return the choices of one place, as a table with one row, with the seconds that they take there."""
+        menu, around = self._menu(name, place), surroundings(place, self.setting.order)
+        seconds = self._known(name, place, menu, around)
+        if seconds is None:
+            seconds = self._seconds(name, place, around, menu.micro_batch, menu.recompute)
+        rows = {phase: each[None] for phase, each in seconds.items()}
+        return Choices(menu.need[:1], {**rows, "both": sum(rows.values(), np.zeros(1))})
 
     def _menu(self, name: str, place: Place) -> _Menu:
         key = (name, place.layout, place.dp)

@@ -192,10 +192,17 @@ class _Search:
 
     def _by_room(self, x: int, rooms: Rooms) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Return the least seconds by phase of both training model-stages of a pair, by the rooms they find."""
-        pairs, result = self.training, []
+        pairs, phases = self.training, ("inference", "training", "both")
         one, two = pairs.first_table, pairs.second_table
-        aside = two.choices_anywhere if pairs.side[x] else two.choices
-        for choices, row, room in ((one.choices, pairs.first[x], rooms.actor), (aside, pairs.second[x], rooms.critic)):
-            absent = dict.fromkeys(("inference", "training", "both"), np.zeros(len(room)))
-            result.append(absent if choices is None else choices.by_room(int(row), room))
-        return result[0], result[1]
+        actor = one.choices.by_room(int(pairs.first[x]), rooms.actor) if one.choices else _nothing(phases, rooms.actor)
+        if two.choices is None:
+            return actor, _nothing(phases, rooms.critic)
+        if not pairs.side[x]:
+            return actor, two.choices.by_room(int(pairs.second[x]), rooms.critic)
+        # Beside the actor the critic has other neighbours than at the front.
+        aside = self.space.fitter.choices_at(two.name, pairs.places(x)[two.name])
+        return actor, aside.by_room(0, rooms.critic)
+
+
+def _nothing(phases: tuple[str, ...], like: Ints) -> dict[str, Floats]:
+    return dict.fromkeys(phases, np.zeros(len(like)))

@@ -87,7 +87,6 @@ class StageTable:
     seconds: Mapping[str, Floats]
     anywhere: Mapping[str, Floats]
     choices: Choices | None = None
-    choices_anywhere: Choices | None = None
 
     @classmethod
     def absent(cls, phases: tuple[str, ...], levels: Levels) -> StageTable:
@@ -119,12 +118,11 @@ def build_table(name: str, rows: Rows, setting: Setting, levels: Levels, *, may_
     if stage == "generation":
         seconds = _generation_seconds(name, rows, setting, levels, front_options)
         return StageTable(name, rows, *residents, seconds, seconds)
-    choices = elsewhere = _choices(name, rows, setting, front_options)
+    choices = _choices(name, rows, setting, front_options)
     seconds = anywhere = _by_level(choices, levels)
     if may_lie_anywhere and not _is_regular(setting.order, rows, setting):
-        elsewhere = _choices(name, rows, setting, best_options)
-        anywhere = _by_level(elsewhere, levels)
-    return StageTable(name, rows, *residents, seconds, anywhere, choices, elsewhere)
+        anywhere = _by_level(_choices(name, rows, setting, best_options), levels)
+    return StageTable(name, rows, *residents, seconds, anywhere, choices)
 
 
 def _choices(name: str, rows: Rows, setting: Setting, place: Placing) -> Choices:

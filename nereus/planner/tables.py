@@ -17,7 +17,7 @@ from nereus.planner.setting import Floats, Setting
 from nereus.planner.space import DeviceOrder, Ints, Rows, micro_batch_steps
 
 Flags = NDArray[np.bool_]
-# From rows with micro-batches [rows, v] and recomputation [v] to options [rows * v] where they lie, and slowdowns.
+# From rows with micro-batches [rows, v] and recomputation [v] to options [rows, v] where they lie, and slowdowns.
 Placing = Callable[[DeviceOrder, Rows, Ints, Flags, Setting], tuple[Options, Floats]]
 
 # Levels of room that are told apart; more make the bounds tighter and the tables larger. Generation, whose number of
@@ -138,28 +138,31 @@ def _choices(name: str, rows: Rows, setting: Setting, place: Placing) -> Choices
     need = formulas.phase(stage, ranks, share[:, None], micro_batch, flags)
     options, slowdown = place(setting.order, rows, micro_batch, flags, setting)
     if stage == "inference":
-        seconds = setting.phase_seconds(name, stage, options, slowdown).reshape(len(rows), -1)
+        seconds = setting.phase_seconds(name, stage, options, slowdown)
         return Choices(need, {stage: seconds})
-    late_s = setting.phase_seconds(name, "training", options, slowdown).reshape(len(rows), -1)
+    late_s = setting.phase_seconds(name, "training", options, slowdown)
     # Old log-probs and values are computed without a backward pass, so recomputation changes nothing.
     options, slowdown = place(setting.order, rows, steps, np.zeros(steps.shape[1], bool), setting)
-    early_s = setting.phase_seconds(name, "inference", options, slowdown).reshape(len(rows), -1)
+    early_s = setting.phase_seconds(name, "inference", options, slowdown)
     early_s = np.repeat(early_s, len(recompute), axis=1)
     return Choices(need, {"inference": early_s, "training": late_s, "both": early_s + late_s})
 
 
 def _by_level(choices: Choices, levels: Levels) -> dict[str, Floats]:
     """Return by phase [rows, levels + 1] the least seconds of the choices that fit the most room of each level."""
-    seconds = np.stack(list(choices.seconds.values()))
+    num_rows, width = len(choices.need), levels.num + 1
     lowest = np.searchsorted(levels.most, choices.need)  # the first level whose most room is enough
-    table = np.full((*seconds.shape[:2], levels.num + 2), np.inf)
-    index = np.arange(seconds.shape[1])
-    for choice in range(seconds.shape[2]):
-        at = lowest[:, choice]
-        table[:, index, at] = np.minimum(table[:, index, at], seconds[:, :, choice])
-    result = np.minimum.accumulate(table[:, :, : levels.num + 1], axis=2)
-    result[:, :, levels.num] = np.inf
-    return dict(zip(choices.seconds, result, strict=True))
+    lowest += np.arange(num_rows)[:, None] * width
+    fitting = np.bincount(lowest.reshape(-1), minlength=num_rows * width).reshape(num_rows, width)
+    fitting = np.cumsum(fitting, axis=1)
+    fitting[:, -1] = 0  # the level of a negative room
+    rows = np.arange(num_rows)[:, None]
+    order = np.argsort(choices.need, axis=1, kind="stable")
+    none = np.full((num_rows, 1), np.inf)
+    return {
+        phase: np.minimum.accumulate(np.hstack([none, seconds[rows, order]]), axis=1)[rows, fitting]
+        for phase, seconds in choices.seconds.items()
+    }
 
 
 def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place: Placing) -> dict[str, Floats]:
@@ -172,7 +175,7 @@ def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels,
     new = np.diff(slots, axis=1, prepend=-1) != 0
     row = np.nonzero(new)[0]
     options, slowdown = place(setting.order, rows.take(row), np.maximum(1, slots[new])[:, None], _NO, setting)
-    seconds = setting.phase_seconds(name, "generation", options, slowdown)
+    seconds = setting.phase_seconds(name, "generation", options, slowdown)[:, 0]
     by_level = np.where(slots > 0, seconds[np.cumsum(new).reshape(new.shape) - 1], np.inf)
     result = np.full((len(rows), levels.num + 1), np.inf)
     result[:, : levels.num] = np.repeat(by_level, GENERATION_LEVELS, axis=1)
@@ -198,7 +201,7 @@ def _most_slots(name: str, rows: Rows, setting: Setting, room: Ints) -> Ints:
 def front_options(
     order: DeviceOrder, rows: Rows, micro_batch: Ints, recompute: Flags, setting: Setting
 ) -> tuple[Options, Floats]:
-    """Return options [rows * v] on blocks from the first device on, and their slowdowns."""
+    """Return options [rows, v] on blocks from the first device on, and their slowdowns."""
     borders = np.array([order.crossings(0, layout) for layout in rows.layouts])[rows.layout]
     used = rows.devices
     nodes = order.node[used - 1] - order.node[0] + 1
@@ -209,7 +212,7 @@ def front_options(
 def best_options(
     order: DeviceOrder, rows: Rows, micro_batch: Ints, recompute: Flags, setting: Setting
 ) -> tuple[Options, Floats]:
-    """Return options [rows * v] that cross nodes only where no block can help it, on the fastest devices."""
+    """Return options [rows, v] that cross nodes only where no block can help it, on the fastest devices."""
     per_node = setting.cluster.kind.devices
     nodes = -(-rows.devices // per_node)
     slowdown = np.full(len(rows), order.slowdown.min())
@@ -225,22 +228,22 @@ def _options(
     nodes: Ints,
     slowdown: Floats,
 ) -> tuple[Options, Floats]:
-    num = micro_batch.shape[1]
+    """Return options that broadcast: what rows differ in as columns [rows, 1], so that it is worked out once a row."""
 
-    def spread(array: NDArray, dtype: type = np.float64) -> NDArray:
-        return np.repeat(array.astype(dtype), num)
+    def column(array: NDArray, dtype: type = np.float64) -> NDArray:
+        return array.astype(dtype)[:, None]
 
     options = Options(
-        dp=spread(rows.dp),
-        tp=spread(rows.tp),
-        pp=spread(rows.pp),
-        micro_batch=micro_batch.reshape(-1).astype(np.float64),
-        recompute=np.tile(recompute, len(rows)),
-        tp_across=spread(tp_across, bool),
-        pp_across=spread(pp_across & (rows.pp > 1), bool),
-        nodes=spread(nodes),
+        dp=column(rows.dp),
+        tp=column(rows.tp),
+        pp=column(rows.pp),
+        micro_batch=micro_batch.astype(np.float64),
+        recompute=recompute[None, :],
+        tp_across=column(tp_across, bool),
+        pp_across=column(pp_across & (rows.pp > 1), bool),
+        nodes=column(nodes),
     )
-    return options, spread(slowdown)
+    return options, slowdown[:, None]
 
 
 def _is_regular(order: DeviceOrder, rows: Rows, setting: Setting) -> bool:

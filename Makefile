@@ -9,7 +9,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix bench serve deploy smollm2 slow sweep chaos
+.PHONY: help setup demo test long check fix bench serve deploy smollm2 slow sweep chaos
 
 help:  ## list the entry points
 	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ demo: setup  ## run a small PPO job through the flow and plot it
 
 test: setup  ## run the tests (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest
+
+long: setup  ## the tests that take a minute each: killed runs, retries through Prefect (CI runs them too)
+	$(BIN)/python -m pytest -m long
 
 check: setup  ## ruff, format, types and the fast tests
 	$(BIN)/ruff check .
@@ -50,7 +53,7 @@ sweep: setup  ## layout invariance over 200 mixed plans (long)
 	NEREUS_SWEEP=200 $(BIN)/python -m pytest tests/parity/test_layouts.py
 
 chaos: setup  ## runs that are killed at 60 moments, on disk and S3, against undisturbed ones (half an hour)
-	NEREUS_CHAOS=60 $(BIN)/python -m pytest -rs tests/chaos
+	NEREUS_CHAOS=60 $(BIN)/python -m pytest -m long -rs tests/chaos
 
 smollm2: setup  ## fetch SmolLM2-135M-Instruct and convert it to safetensors
 	test -e $(SMOLLM2)/model.safetensors || $(BIN)/python -m nereus.smollm2 $(SMOLLM2)

@@ -20,6 +20,8 @@ from tests.chaos.doom import MOMENTS, PHASES, VICTIMS, Doom
 from tests.chaos.outcome import Outcome, assert_same
 from tests.chaos.runs import KEEP, ChaosRun, Make, Plan, draw_device, draw_plan, uniform
 
+pytestmark = pytest.mark.long
+
 NUM_KILLS = int(os.environ.get("NEREUS_CHAOS", "0"))
 # Kills of one run; more than its steps can bear would find nothing left to do.
 MOST_KILLS_A_RUN = 3

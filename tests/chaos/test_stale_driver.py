@@ -18,6 +18,8 @@ from storage.urls import join_url
 from tests.chaos.doom import Doom
 from tests.chaos.runs import LAUNCH_LIMIT_S, TREE, ChaosRun, Make, list_files, uniform
 
+pytestmark = pytest.mark.long
+
 ONE_DEVICE = uniform(dp=1, tp=1, pp=1)
 
 

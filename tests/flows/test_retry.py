@@ -30,6 +30,8 @@ SMALL = (
     "steps=12",
 )
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectSite]:

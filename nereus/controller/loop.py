@@ -102,11 +102,13 @@ class ControlLoop:
         around = self.executor.look(step, self.controller.plan)
         self._cluster = around.cluster
         known = self._previous_p95 is not None
-        efficiencies = self.calibration.efficiencies()
+        efficiencies, doubt = self.calibration.efficiencies(), self.calibration.uncertainty()
+        most = self.controller.settings.thresholds.efficiency
         signals = Signals(
             response_tokens=self.load.response_tokens if known else None,
             free_memory_bytes=self._free_bytes,
             efficiency=efficiencies.efficiency,
+            unsure=frozenset(name for name, deviation in doubt.items() if deviation > most),
             device_factor=efficiencies.device_factor,
         )
         return Boundary(

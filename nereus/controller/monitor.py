@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 POOL, MEMORY_VIOLATION, SCHEDULE = "devices", "memory violation", "every k steps"
-LENGTH, FREE_MEMORY, SPEED = "response length", "free memory", "speed of device"
+LENGTH, FREE_MEMORY = "response length", "free memory"
+SPEED, EFFICIENCY = "speed of device", "efficiency of "
 
 # Weight of the newest interval in the moving average of intervals between crossings.
 NEWEST_WEIGHT = 0.5
@@ -35,17 +36,20 @@ class Signals:
         response_tokens: mean response length.
         free_memory_bytes: least free memory of a device at its peak.
         efficiency: achieved efficiency by operation class.
-        device_factor: speed of a device relative to its kind, where it isn't 1.
+        unsure: classes whose efficiency is known worse than its threshold. Such an estimate moves by itself as it is
+            learned; it says nothing of the hardware, and crosses nothing.
+        device_factor: how many times longer than its kind a device takes, where that isn't 1.
     """
 
     response_tokens: float | None = None
     free_memory_bytes: float | None = None
     efficiency: Mapping[str, float] = field(default_factory=dict)
+    unsure: frozenset[str] = frozenset()
     device_factor: Mapping[int, float] = field(default_factory=dict)
 
     def values(self) -> dict[str, float]:
         """Return every known signal by the name that triggers and records use."""
-        values = {f"efficiency of {name}": value for name, value in self.efficiency.items()}
+        values = {f"{EFFICIENCY}{name}": value for name, value in self.efficiency.items()}
         values |= {f"{SPEED} {device}": factor for device, factor in self.device_factor.items()}
         if self.response_tokens is not None:
             values[LENGTH] = self.response_tokens
@@ -78,6 +82,8 @@ class Monitor:
         values |= {name: 1.0 for name in self._references if name.startswith(SPEED) and name not in values}
         for name, value in sorted(values.items()):
             reference = self._references.setdefault(name, 1.0 if name.startswith(SPEED) else value)
+            if name.removeprefix(EFFICIENCY) in signals.unsure:
+                continue
             if abs(value - reference) > self.thresholds.of(name) * abs(reference):
                 crossed.append(name)
         for name in crossed:

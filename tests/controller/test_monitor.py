@@ -37,6 +37,16 @@ def test_efficiency_of_a_class_and_speed_of_a_device_cross_at_two_tenths():
     assert monitor.find_triggers(1, drifted, (0,)) == ("efficiency of gemm", "speed of device 3")
 
 
+def test_an_unsure_efficiency_crosses_nothing_until_it_is_sure():
+    monitor = Monitor()
+    monitor.find_triggers(0, Signals(efficiency={"decode": 0.4}, unsure=frozenset({"decode"})), (0,))
+    moved = Signals(efficiency={"decode": 0.8}, unsure=frozenset({"decode"}))
+    assert monitor.find_triggers(1, moved, (0,)) == ()
+    assert monitor.find_triggers(2, Signals(efficiency={"decode": 0.8}), (0,)) == ("efficiency of decode",)
+    monitor.reset_references(moved)
+    assert monitor.find_triggers(3, Signals(efficiency={"decode": 0.8}), (0,)) == ()
+
+
 def test_a_slow_device_that_recovers_crosses_again():
     monitor = Monitor()
     slow = Signals(device_factor={3: 2.0})

@@ -143,10 +143,14 @@ class Fitter:
 
     def choices_at(self, name: str, place: Place) -> Choices:
         """Return the choices of one place, as a table with one row, with the seconds that they take there."""
-        menu, around = self._menu(name, place), surroundings(place, self.setting.order)
-        seconds = self._known(name, place, menu, around)
-        if seconds is None:
-            seconds = self._seconds(name, place, around, menu.micro_batch, menu.recompute)
+        around = surroundings(place, self.setting.order)
+        row = self._known_row(name, place, around)
+        if row is not None:
+            known = self.tables[name].choices
+            assert known is not None
+            return Choices(known.need[[row]], {phase: each[[row]] for phase, each in known.seconds.items()})
+        menu = self._menu(name, place)
+        seconds = self._seconds(name, place, around, menu.micro_batch, menu.recompute)
         rows = {phase: each[None] for phase, each in seconds.items()}
         return Choices(menu.need[:1], {**rows, "both": sum(rows.values(), np.zeros(1))})
 
@@ -178,18 +182,28 @@ class Fitter:
             self._priced[key] = [(i, choices[i]) for i in order]
         return self._priced[key]
 
-    def _known(self, name: str, place: Place, menu: _Menu, around: Surroundings) -> dict[str, Floats] | None:
-        """Return the seconds of a menu from the tables, if they have them for such surroundings."""
+    def _known_row(self, name: str, place: Place, around: Surroundings) -> int | None:
+        """Return the row of the tables that has the seconds of a place with such surroundings, if there is one."""
         table = self.tables.get(name)
         row = None if table is None else table.row_of.get((place.layout, place.dp))
         if table is None or table.choices is None or row is None:
             return None
-        if place.start != 0 and around != surroundings(Place.block(place.layout, place.dp, 0), self.setting.order):
+        at_front = place.start == 0 or around == surroundings(
+            Place.block(place.layout, place.dp, 0), self.setting.order
+        )
+        return row if at_front else None
+
+    def _known(self, name: str, place: Place, menu: _Menu, around: Surroundings) -> dict[str, Floats] | None:
+        """Return the seconds of a menu from the tables, if they have them for such surroundings."""
+        row = self._known_row(name, place, around)
+        if row is None:
             return None
+        known = self.tables[name].choices
+        assert known is not None
         # Tables have choices without and with recomputation in turn, a menu first all without.
         kinds = 1 + int(menu.recompute.any())
         columns = np.arange(len(menu.micro_batch)).reshape(-1, kinds).T.reshape(-1)
-        return {phase: table.choices.seconds[phase][row, columns] for phase in phases_of(name)}
+        return {phase: known.seconds[phase][row, columns] for phase in phases_of(name)}
 
     def _slots(self, name: str, place: Place, by_rank: Ints) -> int:
         """Return the most sequences in flight that fit, up to the replica's share; 0 when not even one does."""

@@ -68,9 +68,9 @@ def replica_counts(model_stage: str, size: int, num_devices: int, workload: Work
 
 
 def micro_batch_steps(share: Ints, pp: Ints) -> Ints:
-    """Return [n, k] micro-batches of training or inference: a pp-th of the share, so that stages fill, then halves."""
+    """Return [n, k] micro-batches: a pp-th of the share, so that pipeline stages fill, then halves down to 1."""
     first = -(-share // pp)
-    halvings = np.arange(int(first.max()).bit_length())
+    halvings = np.arange(int(first.max() - 1).bit_length() + 1)
     return -(-first[:, None] // 2**halvings)
 
 

@@ -151,7 +151,7 @@ class Exhaustive:
             sizes: list[int] = list(range(share, 0, -1))
             if stage_of(name) != "generation":
                 first = -(-share // stage.layout.pp)
-                sizes = sorted({-(-first // 2**k) for k in range(first.bit_length())}, reverse=True)
+                sizes = sorted({-(-first // 2**k) for k in range(first.bit_length() + 1)}, reverse=True)
             flags = (False, True) if stage_of(name) == "training" else (False,)
             self._needs[key] = [((size, flag), self._need(name, stage, size, flag)) for size in sizes for flag in flags]
         return self._needs[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nereus.planner.pairs import Pairs
 from nereus.planner.setting import Floats
@@ -55,7 +56,11 @@ def inference_s(
     after_critic = pairs.first_devices > training.second_start
     first_end_s = np.maximum(actor_s, np.where(after_critic, critic_end_s, 0.0)) + first_s
     begins_s = np.where(pairs.second_start < training.first_devices, actor_s, 0.0)
-    on_critic = (pairs.second_start < training.second_end) & (pairs.second_end > training.second_start)
-    begins_s = np.maximum(begins_s, np.where(on_critic, critic_end_s, 0.0))
+    begins_s = np.maximum(begins_s, np.where(meets_critic(training, pairs), critic_end_s, 0.0))
     begins_s = np.maximum(begins_s, np.where(pairs.side, 0.0, first_end_s))
     return np.maximum(np.maximum(actor_s, critic_end_s), np.maximum(first_end_s, begins_s + second_s))
+
+
+def meets_critic(training: Pairs, pairs: Pairs) -> NDArray[np.bool_]:
+    """Return whether the second of an inference pair shares a device with the second training model-stage."""
+    return (pairs.second_start < training.second_end) & (pairs.second_end > training.second_start)

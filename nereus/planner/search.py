@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nereus.layout import Layout
-from nereus.planner.bounds import inference_s, least_by_left
+from nereus.planner.bounds import inference_s, least_by_left, meets_critic
 from nereus.planner.fit import Fitted
 from nereus.planner.found import Found, Refused
 from nereus.planner.pairs import Pairs, place_row
@@ -174,18 +174,22 @@ class _Search:
         level = space.levels.of
         generation_s = self.generation.seconds["generation"][g, level(rooms.generation)]
         actor, critic = self._by_room(x, rooms)
-        own_s = pairs.first_s("inference", level(rooms.first))
+        first_s = pairs.first_s("inference", level(rooms.first))
         second_s = pairs.second_s("inference", level(rooms.second), level(rooms.second))
-        stage_s = inference_s(training, pairs, actor["inference"], critic["inference"], own_s, second_s)
+        stage_s = inference_s(training, pairs, actor["inference"], critic["inference"], first_s, second_s)
         late_s = np.where(
             training.side,
             np.maximum(actor["training"], critic["training"]),
             actor["training"] + critic["training"],
         )
         bound = late_s + np.maximum(generation_s + stage_s, space.staging_s(training))
+        # One choice serves both phases of a training model-stage, so its path through the step is as long as both.
         both_s = actor["both"] + np.where(training.side, 0.0, critic["both"])
-        own_s = own_s + np.where(pairs.side, 0.0, second_s)
-        bound = np.maximum(bound, both_s + generation_s + own_s) + sync_s
+        own_s = first_s + np.where(pairs.side, 0.0, second_s)
+        bound = np.maximum(bound, generation_s + both_s + own_s)
+        after_critic = np.where(pairs.first_devices > training.second_start, first_s, 0.0)
+        after_critic = np.maximum(after_critic, np.where(meets_critic(training, pairs), second_s, 0.0))
+        bound = np.maximum(bound, generation_s + critic["both"] + after_critic) + sync_s
         kept = np.flatnonzero(bound < self.found.limit_s)
         kept = kept[np.argsort(bound[kept], kind="stable")]
         return bound[kept], kept

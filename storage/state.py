@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from storage.manifest import MANIFEST_NAME, Manifest, check_manifest_size, dump_
 from storage.retry import retried
 from storage.safetensors_header import parse_header
 from storage.shard_reader import PieceRead, ShardReader, open_staged
-from storage.shard_record import DamagedState, ShardRecord, damage
+from storage.shard_record import DamagedState, Piece, ShardRecord, damage
 from storage.urls import join_url, local_path, open_filesystem
 
 _VERIFY_BUFFER_BYTES = 4 * 2**20
@@ -122,15 +122,35 @@ def _verify_shard(
     try:
         on_bytes(shard.header_bytes)
         problems += _compare_header(reader, shard)
-        for piece in shard.pieces:
-            try:
-                reader.read([PieceRead(piece, shard.tensors[piece.part.name], ())], buffer)
-            except (DamagedState, OSError) as error:
-                problems.append(describe_error(error))
-            on_bytes(piece.stop - piece.start)
+        for pieces in _runs_of(shard.pieces, buffer.numel()):
+            problems += _verify_pieces(reader, pieces, buffer)
+            on_bytes(pieces[-1].stop - pieces[0].start)
     finally:
         reader.close()
     return problems
+
+
+def _runs_of(pieces: Sequence[Piece], num_bytes: int) -> Iterator[list[Piece]]:
+    """Yield pieces that lie side by side, as many as fit into some bytes, so that they take one request of a store."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and (piece.start != run[-1].stop or piece.stop - run[0].start > num_bytes):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _verify_pieces(reader: ShardReader, pieces: Sequence[Piece], buffer: torch.Tensor) -> list[str]:
+    """Return what is wrong with each of some pieces; they are read at once unless something is."""
+    try:
+        reader.read([PieceRead(piece, reader.record.tensors[piece.part.name], ()) for piece in pieces], buffer)
+        return []
+    except (DamagedState, OSError) as error:
+        if len(pieces) == 1:
+            return [describe_error(error)]
+    return [problem for piece in pieces for problem in _verify_pieces(reader, [piece], buffer)]
 
 
 def _compare_header(reader: ShardReader, shard: ShardRecord) -> list[str]:

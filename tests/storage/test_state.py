@@ -10,6 +10,7 @@ import torch
 from storage import state
 from storage.errors import describe_error
 from storage.manifest import DamagedState, Manifest
+from storage.shard_reader import ShardReader
 from storage.slices import whole
 from storage.small_files import list_names, read_file, remove_file, replace_file
 from storage.state import commit_state, read_state, verify_state
@@ -26,6 +27,21 @@ def test_a_commit_on_every_store(store_url):
     counted = []
     assert verify_state(store_url, on_bytes=counted.append) == []
     assert sum(counted) == manifest.num_bytes
+
+
+def test_verifying_takes_one_read_for_many_pieces(tmp_path, monkeypatch):
+    """On an object store each is a request."""
+    _, manifest = write_small_set(str(tmp_path / "set"))
+    assert sum(len(shard.pieces) for shard in manifest.shards) > 2 * len(manifest.shards)
+    reads, read = [], ShardReader.read
+
+    def note(self, pieces, buffer):
+        reads.append(self.record.file)
+        read(self, pieces, buffer)
+
+    monkeypatch.setattr(ShardReader, "read", note)
+    assert verify_state(tmp_path / "set") == []
+    assert sorted(reads) == sorted(shard.file for shard in manifest.shards)
 
 
 def test_another_manifest_is_not_overwritten(store_url):

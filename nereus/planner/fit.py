@@ -79,6 +79,7 @@ class Fitter:
 
     setting: Setting
     tables: Mapping[str, StageTable] = field(default_factory=dict, repr=False)
+    _kinds: dict[tuple[str, Layout], RankTypes] = field(default_factory=dict, repr=False)
     _residents: dict[tuple[str, Layout], Ints] = field(default_factory=dict, repr=False)
     _menus: dict[tuple[str, Layout, int], _Menu] = field(default_factory=dict, repr=False)
     _priced: dict[tuple, list[tuple[int, Choice]]] = field(default_factory=dict, repr=False)
@@ -115,7 +116,10 @@ class Fitter:
         return room
 
     def _types(self, name: str, layout: Layout) -> RankTypes:
-        return rank_types(self.setting.job.specs[name], (layout,))
+        key = (name, layout)
+        if key not in self._kinds:
+            self._kinds[key] = rank_types(self.setting.job.specs[name], (layout,))
+        return self._kinds[key]
 
     def _resident(self, name: str, layout: Layout) -> Ints:
         """Return by rank what it holds always."""
@@ -141,14 +145,11 @@ class Fitter:
                 best.append(choice)
         return best
 
-    def choices_at(self, name: str, place: Place) -> Choices:
-        """Return the choices of one place, as a table with one row, with the seconds that they take there."""
+    def choices_beside(self, name: str, place: Place) -> Choices | None:
+        """Return the choices of one place, as a table with one row; None where the tables' seconds hold there too."""
         around = surroundings(place, self.setting.order)
-        row = self._known_row(name, place, around)
-        if row is not None:
-            known = self.tables[name].choices
-            assert known is not None
-            return Choices(known.need[[row]], {phase: each[[row]] for phase, each in known.seconds.items()})
+        if self._known_row(name, place, around) is not None:
+            return None
         menu = self._menu(name, place)
         seconds = self._seconds(name, place, around, menu.micro_batch, menu.recompute)
         rows = {phase: each[None] for phase, each in seconds.items()}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nereus.planner.place import Place
 from nereus.planner.setting import Floats
-from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints
+from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints, Rows
 from nereus.planner.tables import StageTable
 
 # From two tables and the number of devices to rows of the first and second that may lie side by side.
@@ -176,11 +176,17 @@ def _all_beside(first: StageTable, second: StageTable, num_devices: int) -> tupl
 
 
 def _beside_without_idle_devices(first: StageTable, second: StageTable, num_devices: int) -> tuple[Ints, Ints]:
-    left = num_devices - first.rows.devices
+    return _filled(first.rows, second.rows, num_devices)
+
+
+@lru_cache(maxsize=64)
+def _filled(first: Rows, second: Rows, num_devices: int) -> tuple[Ints, Ints]:
+    """Return for each first row the second rows, one a layout, that take most of the devices left."""
+    left = num_devices - first.devices
     parts = []
-    for layout in range(len(second.rows.layouts)):
-        rows = np.flatnonzero(second.rows.layout == layout)  # dp, so devices, ascending
-        at = np.searchsorted(second.rows.devices[rows], left, side="right") - 1
+    for layout in range(len(second.layouts)):
+        rows = np.flatnonzero(second.layout == layout)  # dp, so devices, ascending
+        at = np.searchsorted(second.devices[rows], left, side="right") - 1
         some = np.flatnonzero(at >= 0)
         parts.append((some, rows[at[some]]))
     return np.concatenate([one for one, _ in parts]), np.concatenate([two for _, two in parts])

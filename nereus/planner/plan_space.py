@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nereus.layout import Layout
+from nereus.plan import stage_of
 from nereus.planner.bounds import InferenceClasses, inference_s
 from nereus.planner.fit import Fitter
 from nereus.planner.pairs import Pairs, inference_pairs, training_pairs
@@ -48,7 +49,8 @@ class PlanSpace:
     def _table(self, name: str, phases: tuple[str, ...], *, second: bool) -> StageTable:
         if name not in self._layouts:
             return StageTable.absent(phases, self.levels)
-        rows = rows_for(name, self._layouts[name], len(self.setting.order), self.setting.workload)
+        work, num_devices = self.setting.workload, len(self.setting.order)
+        rows = rows_for(stage_of(name), self._layouts[name], num_devices, work.samples_per_step, work.minibatches)
         return build_table(name, rows, self.setting, self.levels, may_lie_anywhere=second)
 
     def level(self, resident: Ints) -> Ints:

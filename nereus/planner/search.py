@@ -28,6 +28,8 @@ from nereus.planner.space import EVERY_DEGREE_UP_TO, Ints
 # Training pairs that are expanded at a time: few at first, to have a plan to measure the others by.
 _FIRST_CHUNK = 4
 _CHUNK = 64
+# Plans that are bounded at a time once training and generation are chosen.
+_BATCH = 4096
 # On more than 16 devices a plan that is faster by less than this share isn't looked for: there are too many alike.
 SLACK = 1e-3
 
@@ -130,21 +132,31 @@ class _Search:
         return np.maximum(whole, column.serial_s("both", level) + generation_s + own_s).min(axis=1)
 
     def _complete_below(self, least_s: float) -> None:
-        """Complete the open ones whose bound is below that of all that aren't expanded yet."""
-        bounds, pairs, generations = self._open
-        done = 0
-        while done < len(bounds) and bounds[done] <= least_s and bounds[done] < self.found.limit_s:
-            self._complete(int(pairs[done]), int(generations[done]))
-            done += 1
-        self._open = bounds[done:], pairs[done:], generations[done:]
+        """Complete the open ones whose bound is below that of all that aren't expanded yet, a few at a time."""
+        while True:
+            bounds, pairs, generations = self._open
+            below = (bounds <= least_s) & (bounds < self.found.limit_s)
+            # Without a limit one is enough to find one.
+            most = max(1, _BATCH // len(self.space.inference)) if np.isfinite(self.found.limit_s) else 1
+            some = np.flatnonzero(below)[:most]
+            if not len(some):
+                return
+            self._open = np.delete(bounds, some), np.delete(pairs, some), np.delete(generations, some)
+            bound = self._pair_bounds(pairs[some], generations[some])
+            for x, g, each in zip(pairs[some].tolist(), generations[some].tolist(), bound, strict=True):
+                self._complete(x, g, each)
 
-    def _complete(self, x: int, g: int) -> None:
-        """Find the best inference for one training pair and one generation, and keep the plan if it is good enough."""
+    def _complete(self, x: int, g: int, bounds: Floats) -> None:
+        """Find the best inference for one training pair and one generation, and keep the plan if it is good enough.
+
+        Args:
+            bounds: [pairs] on the step with each inference pair.
+        """
         space = self.space
-        sync_s = float(space.sync.of(self.training.first[[x]])[0, g])
-        bounds, candidates = self._inference_bounds(x, g, sync_s)
-        if not len(bounds):
+        candidates = np.flatnonzero(bounds < self.found.limit_s)
+        if not len(candidates):
             return
+        sync_s = float(space.sync.of(self.training.first[[x]])[0, g])
         places = self.training.places(x)
         if space.generation.name:
             places = {space.generation.name: place_row(space.generation, g, 0), **places}
@@ -153,8 +165,8 @@ class _Search:
             return
         best: Fitted | None = None
         refused = Refused(space.inference)
-        for bound, index in zip(bounds.tolist(), candidates.tolist(), strict=True):
-            if bound >= (self.found.limit_s if best is None else min(best.total_s, self.found.limit_s)):
+        for index in candidates[np.argsort(bounds[candidates], kind="stable")].tolist():
+            if bounds[index] >= (self.found.limit_s if best is None else min(best.total_s, self.found.limit_s)):
                 break
             if refused.covers(index):
                 continue
@@ -166,22 +178,19 @@ class _Search:
         if best is not None and best.total_s < self.found.limit_s:
             self.found.add(best)
 
-    def _inference_bounds(self, x: int, g: int, sync_s: float) -> tuple[Floats, Ints]:
-        """Return lower bounds of the step with each inference pair, ascending, and the pairs' indices."""
-        space, pairs = self.space, self.space.inference
-        training = self.training.take(np.array([x]))
-        rooms = space.rooms(training, np.array([g]))
+    def _pair_bounds(self, x: Ints, g: Ints) -> Floats:
+        """Return [n, pairs] lower bounds of the step for training pairs x with generations g, with inference pairs."""
+        space, pairs, rows = self.space, self.space.inference, g[:, None]
+        training = self.training.take(x).along_rows
+        rooms = space.rooms(training, rows)
         level = space.levels.of
-        generation_s = self.generation.seconds["generation"][g, level(rooms.generation)]
+        generation_s = self.generation.seconds["generation"][rows, level(rooms.generation)]
         actor, critic = self._by_room(x, rooms)
         first_s = pairs.first_s("inference", level(rooms.first))
         second_s = pairs.second_s("inference", level(rooms.second), level(rooms.second))
         stage_s = inference_s(training, pairs, actor["inference"], critic["inference"], first_s, second_s)
-        late_s = np.where(
-            training.side,
-            np.maximum(actor["training"], critic["training"]),
-            actor["training"] + critic["training"],
-        )
+        one_s, two_s = actor["training"], critic["training"]
+        late_s = np.where(training.side, np.maximum(one_s, two_s), one_s + two_s)
         bound = late_s + np.maximum(generation_s + stage_s, space.staging_s(training))
         # One choice serves both phases of a training model-stage, so its path through the step is as long as both.
         both_s = actor["both"] + np.where(training.side, 0.0, critic["both"])
@@ -189,24 +198,22 @@ class _Search:
         bound = np.maximum(bound, generation_s + both_s + own_s)
         after_critic = np.where(pairs.first_devices > training.second_start, first_s, 0.0)
         after_critic = np.maximum(after_critic, np.where(meets_critic(training, pairs), second_s, 0.0))
-        bound = np.maximum(bound, generation_s + critic["both"] + after_critic) + sync_s
-        kept = np.flatnonzero(bound < self.found.limit_s)
-        kept = kept[np.argsort(bound[kept], kind="stable")]
-        return bound[kept], kept
+        sync_s = space.sync.of(self.training.first[x])[np.arange(len(x)), g]
+        return np.maximum(bound, generation_s + critic["both"] + after_critic) + sync_s[:, None]
 
-    def _by_room(self, x: int, rooms: Rooms) -> tuple[dict[str, Floats], dict[str, Floats]]:
-        """Return the least seconds by phase of both training model-stages of a pair, by the rooms they find."""
-        pairs, phases = self.training, ("inference", "training", "both")
-        one, two = pairs.first_table, pairs.second_table
-        actor = one.choices.by_room(int(pairs.first[x]), rooms.actor) if one.choices else _nothing(phases, rooms.actor)
+    def _by_room(self, x: Ints, rooms: Rooms) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Return the least seconds by phase [n, pairs] of both training model-stages, by the rooms they find."""
+        training = self.training.take(x)
+        one, two = training.first_table, training.second_table
+        nothing = dict.fromkeys(("inference", "training", "both"), np.zeros(1))
+        actor = one.choices.least_s(training.first[:, None], rooms.actor) if one.choices else nothing
         if two.choices is None:
-            return actor, _nothing(phases, rooms.critic)
-        if not pairs.side[x]:
-            return actor, two.choices.by_room(int(pairs.second[x]), rooms.critic)
-        # Beside the actor the critic has other neighbours than at the front.
-        aside = self.space.fitter.choices_at(two.name, pairs.places(x)[two.name])
-        return actor, aside.by_room(0, rooms.critic)
-
-
-def _nothing(phases: tuple[str, ...], like: Ints) -> dict[str, Floats]:
-    return dict.fromkeys(phases, np.zeros(len(like)))
+            return actor, nothing
+        critic = two.choices.least_s(training.second[:, None], rooms.critic)
+        for index in np.flatnonzero(training.side).tolist():
+            # Beside the actor the critic may have other neighbours than at the front.
+            beside = self.space.fitter.choices_beside(two.name, training.places(index)[two.name])
+            if beside is not None:
+                for phase, seconds in beside.least_s(np.zeros(1, np.int64), rooms.critic[index]).items():
+                    critic[phase][index] = seconds
+        return actor, critic

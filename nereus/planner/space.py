@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nereus.cluster import Cluster
-from nereus.cost.rank_memory import Workload
 from nereus.layout import Layout
 from nereus.model.spec import ModelSpec
-from nereus.plan import stage_of
 
 Ints = NDArray[np.int64]
 
@@ -45,25 +43,23 @@ def _degrees(most: int, num_devices: int) -> set[int]:
     return {2**k for k in range(most.bit_length())}
 
 
-def most_replicas(model_stage: str, workload: Workload) -> int:
-    """Return the largest dp: the samples of the smallest minibatch in training, else those of the step."""
-    training = stage_of(model_stage) == "training"
-    return workload.smallest_minibatch_samples if training else workload.samples_per_step
+def replica_counts(stage: str, size: int, num_devices: int, samples: int, minibatches: int) -> Ints:
+    """Return the dp to try for replicas of some devices each, ascending.
 
-
-def replica_counts(model_stage: str, size: int, num_devices: int, workload: Workload) -> Ints:
-    """Return the dp to try for replicas of some devices each, ascending."""
-    most = min(num_devices // size, most_replicas(model_stage, workload))
+    Up to the samples of the smallest minibatch in training, else those of the step.
+    """
+    most = min(num_devices // size, samples // minibatches if stage == "training" else samples)
     if num_devices <= EVERY_DP_UP_TO or most == 0:
         return np.arange(1, most + 1)
-    if stage_of(model_stage) == "generation":
+    if stage == "generation":
         # It has its stage to itself, so fewer devices than all are of use only where a critic needs the others' memory.
         parts = num_devices // 2 ** np.arange(LEAST_DP_SHARE.bit_length())
         return np.unique(np.clip(parts // size, 1, most))
     counts = np.arange(max(1, most // LEAST_DP_SHARE), most + 1)
-    shares = -(-workload.samples_per_step // counts)
-    if stage_of(model_stage) == "training":
-        shares = shares * (workload.samples_per_step + 1) - (-workload.minibatch_samples // counts)
+    shares = -(-samples // counts)
+    if stage == "training":
+        minibatch = -(-samples // minibatches)
+        shares = shares * (samples + 1) + -(-minibatch // counts)
     return counts[np.unique(shares, return_index=True)[1]][::-1].copy()
 
 
@@ -74,9 +70,12 @@ def micro_batch_steps(share: Ints, pp: Ints) -> Ints:
     return -(-first[:, None] // 2**halvings)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """Layouts and replica counts of one model-stage that are tried, int64 arrays [n]; `layout` indexes `layouts`."""
+    """Layouts and replica counts of one model-stage that are tried, int64 arrays [n]; `layout` indexes `layouts`.
+
+    Rows are ordered by layout, then by dp.
+    """
 
     layouts: tuple[Layout, ...]
     layout: Ints
@@ -106,16 +105,16 @@ class Rows:
         return Rows(self.layouts, self.layout[index], self.dp[index])
 
 
-def rows_for(model_stage: str, layouts: tuple[Layout, ...], num_devices: int, workload: Workload) -> Rows:
-    """Return all rows of a model-stage on some devices."""
-    layout, dp = [], []
-    for index, each in enumerate(layouts):
-        counts = replica_counts(model_stage, each.size, num_devices, workload)
-        layout.append(np.full(len(counts), index))
-        dp.append(counts)
-    if not dp:
-        return Rows(layouts, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    return Rows(layouts, np.concatenate(layout), np.concatenate(dp))
+@lru_cache(maxsize=256)
+def rows_for(stage: str, layouts: tuple[Layout, ...], num_devices: int, samples: int, minibatches: int) -> Rows:
+    """Return all rows of a stage's model-stage on some devices.
+
+    Args:
+        samples, minibatches: of a step.
+    """
+    counts = [replica_counts(stage, each.size, num_devices, samples, minibatches) for each in layouts]
+    layout = np.repeat(np.arange(len(layouts)), [len(each) for each in counts])
+    return Rows(layouts, layout, np.concatenate(counts))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ Placing = Callable[[DeviceOrder, Rows, Ints, Flags, Setting], tuple[Options, Flo
 
 # Levels of room that are told apart; more make the bounds tighter and the tables larger. Generation, whose number of
 # slots may be any, is worked out for one level in so many.
-NUM_LEVELS = 256
-GENERATION_LEVELS = 4
+NUM_LEVELS = 128
+GENERATION_LEVELS = 2
+# Slots are told apart by this share.
+_FINE = 0.02
 _NO, _NO_YES = np.array([False]), np.array([False, True])
 
 
@@ -60,14 +62,23 @@ class Choices:
     need: Ints
     seconds: Mapping[str, Floats]
 
-    def by_room(self, row: int, room: Ints) -> dict[str, Floats]:
-        """Return the least seconds by phase of a row's choices that fit rooms in bytes; infinite where none does."""
-        order = np.argsort(self.need[row], kind="stable")
-        fitting = np.searchsorted(self.need[row][order], room, side="right")
-        return {
-            phase: np.minimum.accumulate(np.append(np.inf, seconds[row][order]))[fitting]
+    @cached_property
+    def by_need(self) -> tuple[Ints, dict[str, Floats]]:
+        """Needs ascending [rows, v], and the least seconds up to each [rows, v + 1]; the first is infinite, of none."""
+        rows = np.arange(len(self.need))[:, None]
+        order = np.argsort(self.need, axis=1, kind="stable")
+        none = np.full((len(rows), 1), np.inf)
+        least = {
+            phase: np.minimum.accumulate(np.hstack([none, seconds[rows, order]]), axis=1)
             for phase, seconds in self.seconds.items()
         }
+        return self.need[rows, order], least
+
+    def least_s(self, row: Ints, room: Ints) -> dict[str, Floats]:
+        """Return the least seconds by phase of the choices that fit rooms in bytes; rows and rooms broadcast."""
+        need, least = self.by_need
+        fitting = (need[row] <= room[..., None]).sum(axis=-1)
+        return {phase: seconds[row, fitting] for phase, seconds in least.items()}
 
 
 @dataclass(frozen=True)
@@ -157,12 +168,7 @@ def _by_level(choices: Choices, levels: Levels) -> dict[str, Floats]:
     fitting = np.cumsum(fitting, axis=1)
     fitting[:, -1] = 0  # the level of a negative room
     rows = np.arange(num_rows)[:, None]
-    order = np.argsort(choices.need, axis=1, kind="stable")
-    none = np.full((num_rows, 1), np.inf)
-    return {
-        phase: np.minimum.accumulate(np.hstack([none, seconds[rows, order]]), axis=1)[rows, fitting]
-        for phase, seconds in choices.seconds.items()
-    }
+    return {phase: seconds[rows, fitting] for phase, seconds in choices.by_need[1].items()}
 
 
 def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels, place: Placing) -> dict[str, Floats]:
@@ -183,19 +189,18 @@ def _generation_seconds(name: str, rows: Rows, setting: Setting, levels: Levels,
 
 
 def _most_slots(name: str, rows: Rows, setting: Setting, room: Ints) -> Ints:
-    """Return [layouts, rooms] most slots of a replica with all samples that fit rank 0, by bisection."""
+    """Return [layouts, rooms] slots of a replica that rank 0 has room for: at least the most, and hardly more."""
     formulas = MemoryFormulas(setting.workload, setting.job.precision)
     types = rank_types(setting.job.specs[name], rows.layouts)
     ranks = take_ranks(types.ranks, types.first[:, None])
     most = setting.workload.samples_per_step
-    low = np.zeros((len(types.first), len(room)), dtype=np.int64)
-    high = np.full_like(low, most)
-    for _ in range(most.bit_length()):
-        middle = (low + high + 1) // 2
-        fits = formulas.phase("generation", ranks, most, np.maximum(1, middle)) <= room
-        low = np.where(fits, middle, low)
-        high = np.where(fits, high, np.maximum(low, middle - 1))
-    return low
+    # All numbers up to 1 / _FINE, then in steps of that share.
+    ratio = np.geomspace(1.0, most, int(np.log(most) / np.log1p(_FINE)) + 2)
+    tried = np.union1d(np.arange(1, min(most, int(1 / _FINE)) + 1), np.ceil(ratio).astype(np.int64).clip(max=most))
+    need = formulas.phase("generation", ranks, most, tried)
+    fitting = np.stack([np.searchsorted(each, room, side="right") for each in need])
+    # The next number tried doesn't fit: one less is as many as may.
+    return np.append(tried, most + 1)[fitting] - 1
 
 
 def front_options(

@@ -51,6 +51,10 @@ class Refused:
         self._pairs = pairs
         self._known: list[tuple[int, int, bool, int, int]] = []
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._known
+
     def _describe(self, index: int) -> tuple[int, int, bool, int, int]:
         pairs = self._pairs
         first, second = int(pairs.first[index]), int(pairs.second[index])

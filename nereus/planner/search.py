@@ -160,9 +160,6 @@ class _Search:
         places = self.training.places(x)
         if space.generation.name:
             places = {space.generation.name: place_row(space.generation, g, 0), **places}
-        alone = space.fitter.fit(places, sync_s)
-        if alone is None or alone.total_s >= self.found.limit_s:
-            return
         best: Fitted | None = None
         refused = Refused(space.inference)
         for index in candidates[np.argsort(bounds[candidates], kind="stable")].tolist():
@@ -172,6 +169,9 @@ class _Search:
                 continue
             fitted = space.fitter.fit({**places, **space.inference.places(index)}, sync_s)
             if fitted is None:
+                # Where training and generation don't even fit alone, no inference pair helps.
+                if refused.is_empty and space.fitter.fit(places, sync_s) is None:
+                    return
                 refused.add(index)
             elif best is None or fitted.total_s < best.total_s:
                 best = fitted

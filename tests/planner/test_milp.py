@@ -30,7 +30,12 @@ def test_the_solver_finds_no_better_plan(seed: int):
     check_against_the_solver(seed, least_devices=4, most_devices=5, time_limit_s=20)
 
 
+# Seeds of instances with a plan that fits, and with few enough columns for the solver.
+LARGER = (1005, 1006, 1007, 1008, 1017, 1019, 1022, 1025, 1026, 1028, 1029, 1035, 1038, 1039, 1042, 1049, 1053, 1054,
+          1057, 1058)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40, 60))
+@pytest.mark.parametrize("seed", LARGER)
 def test_the_solver_finds_no_better_plan_on_larger_instances(seed: int):
     check_against_the_solver(seed, least_devices=6, most_devices=8, time_limit_s=60)

@@ -38,7 +38,10 @@ def random_setting(seed: int, *, most_devices: int = 6, least_devices: int = 1) 
     precision = draw.choice(["bfloat16", "float32"])
     job = JobSpec(specs, load, precision, staging=draw.random() < 0.5)
     cluster = random_cluster(draw, specs, precision, draw.randint(least_devices, most_devices))
-    return Setting.of(job, cluster, random_efficiencies(draw, cluster), memory_factor=draw.choice([1.0, 1.1]))
+    setting = Setting.of(job, cluster, random_efficiencies(draw, cluster), memory_factor=draw.choice([1.0, 1.1]))
+    # Staging buffers are small; now and then they are not, so that it shows where they are counted.
+    buffer = draw.choice([setting.workload.staging_buffer_bytes, GIB // 4])
+    return replace(setting, workload=replace(setting.workload, staging_buffer_bytes=buffer))
 
 
 def random_spec(draw: random.Random) -> ModelSpec:

@@ -135,8 +135,14 @@ def _memory_table(best: Candidate) -> Table:
     title = "Memory at the peak, GiB"
     if len(groups) > len(shown):
         title += f" ({sum(len(devices) for devices, _ in groups[len(shown) :])} devices that are less full left out)"
-    headings = ["devices", *(device_ranges(devices) for devices, _ in shown)]
+    headings = ["devices", *(_some_ranges(devices) for devices, _ in shown)]
     return _table(title, headings, rows, right=range(1, len(headings)))
+
+
+def _some_ranges(devices: Sequence[int]) -> str:
+    """Return ids such as `0-1, 4-5, ... (12 devices)`."""
+    parts = device_ranges(devices).split(", ")
+    return ", ".join(parts) if len(parts) <= 2 else f"{parts[0]}, {parts[1]}, ... ({len(devices)} devices)"
 
 
 def _short_phase(phase: str) -> str:

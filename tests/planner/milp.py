@@ -2,12 +2,13 @@
 
 One column for every training pair, generation and inference pair with every choice that no other one beats; one
 column of each kind is picked. Rows: memory on every device for the phase that runs there, and the ends of the four
-inference tasks, with a binary for each two that overlap or not. Buffers of the weight sync are left out, so the
-optimum is never slower than the true one.
+inference tasks, with a binary for each two that overlap or not. Buffers of the weight sync depend on two columns: rows
+for them are added where a solution lacks room for them, until one has it.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +16,14 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, lil_array
 
+from nereus.cost.memory import PlanMemory
 from nereus.layout import Layout
-from nereus.plan import MODEL_STAGES, StagePlan, stage_of
+from nereus.plan import MODEL_STAGES, Plan, StagePlan, stage_of
 from nereus.planner.setting import Setting
 from tests.planner.exhaustive import Exhaustive, sizes_of
+
+# Memory is counted in MiB, for the sake of the solver's tolerances.
+_UNIT = 2.0**20
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,29 @@ class PlanProgram:
         if any(not columns for columns in self.groups):
             return np.inf, np.inf
         counts = [len(columns) for columns in self.groups]
-        # After the columns: sync, late, I (end of inference), Q (before training), 4 ends, 5 overlaps.
+        # After the columns: sync, end of inference, all before training, 4 ends, 4 overlaps, bytes held by device.
         self.begin = np.cumsum([0, *counts])
         self.sync, self.inference, self.before = (self.begin[-1] + i for i in range(3))
         self.ends = [self.begin[-1] + 3 + i for i in range(4)]
         self.meets = [self.begin[-1] + 7 + i for i in range(4)]
-        self.size = int(self.begin[-1]) + 11
+        self.holds = [self.begin[-1] + 11 + i for i in range(self.num)]
+        self.size = int(self.begin[-1]) + 11 + self.num
         self.rows: list[tuple[dict[int, float], float, float]] = []
         self._pick_one()
         self._memory()
         self._inference_stage()
         self._sync()
+        until = time.monotonic() + time_limit_s
+        while True:
+            result = self._run(max(1.0, until - time.monotonic()), gap)
+            if result.x is None:
+                return np.inf, np.inf if result.status == 2 else float(result.mip_dual_bound or 0.0)
+            if not self._add_sync_rows(result.x):
+                return float(result.fun), float(result.mip_dual_bound)
+
+    def _run(self, time_limit_s: float, gap: float):
         cost = np.zeros(self.size)
-        cost[: counts[0]] = [column.seconds("training") for column in self.groups[0]]
+        cost[: self.begin[1]] = [column.seconds("training") for column in self.groups[0]]
         cost[[self.sync, self.before]] = 1.0
         whole = np.zeros(self.size)
         whole[: self.begin[-1]] = 1
@@ -100,10 +115,46 @@ class PlanProgram:
             matrix[index, list(row)] = list(row.values())
         limits = LinearConstraint(csr_array(matrix), [r[1] for r in self.rows], [r[2] for r in self.rows])
         options = {"time_limit": time_limit_s, "mip_rel_gap": gap}
-        result = milp(cost, constraints=limits, integrality=whole, bounds=Bounds(0, upper), options=options)
-        if result.x is None:
-            return np.inf, np.inf if result.status == 2 else float(result.mip_dual_bound or 0.0)
-        return float(result.fun), float(result.mip_dual_bound)
+        return milp(cost, constraints=limits, integrality=whole, bounds=Bounds(0, upper), options=options)
+
+    def _add_sync_rows(self, x: NDArray[np.float64]) -> bool:
+        """Add rows for the buffers between the training that was picked and every generation, if they lack room.
+
+        Returns:
+            whether they lack it.
+        """
+        training, generation = (
+            self.groups[group][int(np.argmax(x[self.begin[group] : self.begin[group + 1]]))].first.stage
+            for group in (0, 1)
+        )
+        usable = [self.facts.usable()[device] / _UNIT for device in self.setting.cluster.device_ids]
+        need = self._sync_need(training, generation)
+        if all(x[hold] + n <= u * (1 + 1e-9) for hold, n, u in zip(self.holds, need, usable, strict=True)):
+            return False
+        of_training = self._placed_like(0, training)
+        for target in {(c.first.stage.layout, c.first.stage.dp): c.first.stage for c in self.groups[1]}.values():
+            of_both = of_training + self._placed_like(1, target)
+            for hold, n, u in zip(self.holds, self._sync_need(training, target), usable, strict=True):
+                # The need counts where both placements are picked.
+                self.rows.append(({hold: 1.0} | dict.fromkeys(of_both, n), -np.inf, u + n))
+        return True
+
+    def _sync_need(self, training: StagePlan, generation: StagePlan) -> list[float]:
+        plan = Plan.of({"actor.generation": generation, "actor.training": training})
+        setting = self.setting
+        memory = PlanMemory(plan, setting.job.specs, setting.workload, setting.job.precision)
+        return [
+            sum(memory.phases(device)["weight sync"].values()) / _UNIT if device in plan.devices else 0.0
+            for device in setting.cluster.device_ids
+        ]
+
+    def _placed_like(self, group: int, stage: StagePlan) -> list[int]:
+        """Return the columns whose first option is placed like a stage."""
+        return [
+            int(self.begin[group]) + index
+            for index, column in enumerate(self.groups[group])
+            if (column.first.stage.layout, column.first.stage.dp) == (stage.layout, stage.dp)
+        ]
 
     def _pick_one(self) -> None:
         for group in range(3):
@@ -112,21 +163,23 @@ class PlanProgram:
 
     def _memory(self) -> None:
         """On every device, for each group: what all hold and what the group's phase needs there fits."""
-        unit = 2.0**-20
         setting = self.setting
         usable = self.facts.usable()
-        held = [np.array([c.held() for c in columns]) * unit for columns in self.groups]
-        need = [np.array([c.need() for c in columns]) * unit for columns in self.groups]
-        buffers = setting.workload.staging_buffer_bytes * unit
+        held = [np.array([c.held() for c in columns]) / _UNIT for columns in self.groups]
+        need = [np.array([c.need() for c in columns]) / _UNIT for columns in self.groups]
+        buffers = setting.workload.staging_buffer_bytes / _UNIT
         trained = np.array([[any(o.held[d] for o in c.options) for d in range(self.num)] for c in self.groups[0]])
         held[0] = held[0] + trained * buffers
+        for position, hold in enumerate(self.holds):
+            row = {i: -float(h) for i, h in enumerate(np.concatenate(held)[:, position]) if h}
+            self.rows.append((row | {hold: 1.0}, 0, 0))
         for position, device in enumerate(setting.cluster.device_ids):
             for group in range(3):
                 row: dict[int, float] = {}
                 for other in range(3):
                     bytes_ = held[other][:, position] + (need[other][:, position] if other == group else 0.0)
                     row |= {int(self.begin[other]) + i: float(b) for i, b in enumerate(bytes_) if b}
-                self.rows.append((row, -np.inf, usable[device] * unit))
+                self.rows.append((row, -np.inf, usable[device] / _UNIT))
 
     def _inference_stage(self) -> None:
         # More than all four tasks one after the other.

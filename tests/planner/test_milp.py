@@ -21,7 +21,6 @@ def check_against_the_solver(seed: int, *, least_devices: int, most_devices: int
         assert not found
         return
     assert found[0].total_s <= 1.01 * solved_s
-    # The program knows all but the buffers of the weight sync, so nothing that exists is faster than it.
     assert found[0].total_s >= bound_s * (1 - 1e-6)
 
 

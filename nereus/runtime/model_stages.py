@@ -13,9 +13,9 @@ from nereus.commits import Commit, read_commit
 from nereus.plan import Plan
 from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.job import Job
-from nereus.runtime.rank import BuildOrder
 from nereus.runtime.rank_state import Counters, Restored
 from nereus.runtime.training import LossSettings, OptimizerSettings
+from nereus.runtime.transition_orders import BuildOrder
 from nereus.staged_state import STAGED
 from storage.errors import hide_credentials
 from storage.manifest import DamagedState, Manifest

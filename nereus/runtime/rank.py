@@ -21,26 +21,12 @@ from nereus.runtime.generation import Request, Response, Sampling, generate
 from nereus.runtime.inference import InferenceWork, infer_logprobs, infer_scores, infer_values
 from nereus.runtime.links import Links, connect_links
 from nereus.runtime.rank_state import Counters, Restored, ShardWorks, StagedUnit
-from nereus.runtime.sources import ModelSource
-from nereus.runtime.training import LossSettings, OptimizerSettings, TrainingStats, TrainingUnit, TrainingWork
+from nereus.runtime.training import TrainingStats, TrainingUnit, TrainingWork
+from nereus.runtime.transition_orders import BuildOrder
 from nereus.runtime.weight_sync import SliceStore, WeightSync, sync_copies
 from nereus.runtime.worker import WorkerContext
 from nereus.staged_state import ShardOrder
 from storage.manifest import ShardRecord
-
-
-@dataclass(frozen=True)
-class BuildOrder:
-    """All that a worker needs to build its rank of a model-stage."""
-
-    model_stage: str
-    plan: StagePlan
-    epoch: int
-    source: ModelSource
-    dtype: torch.dtype
-    optimizer: OptimizerSettings | None = None
-    loss: LossSettings | None = None
-    from_source: bool = True  # false: `restore` follows, for a training model-stage
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from nereus.config import build_config
 from nereus.runtime.engine import run_command
 from nereus.runtime.job import Job, prepare_job
 from nereus.runtime.local import LocalEngine
-from nereus.runtime.rank import BuildOrder
 from nereus.runtime.training import LossSettings, OptimizerSettings
+from nereus.runtime.transition_orders import BuildOrder
 
 SERVICE = "tests.benchmarks.services:BenchRank"
 _epochs = itertools.count()

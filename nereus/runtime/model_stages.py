@@ -33,9 +33,9 @@ def build_model_stages(engine: Engine, job: Job, plan: Plan, *, from_source: boo
     Args:
         from_source: whether training begins with the source's weights; else `restore_newest` follows.
     """
-    epoch = next(_epochs)
+    epoch = next_epoch()
     for name in plan:
-        order = _build_order(job, plan, name, epoch, from_source)
+        order = build_order(job, plan, name, epoch, from_source)
         _run(engine, name, "build", {device: {"order": order} for device in plan[name].devices})
     training, generation = plan["actor.training"], plan["actor.generation"]
     devices = sorted({*training.devices, *generation.devices})
@@ -43,7 +43,13 @@ def build_model_stages(engine: Engine, job: Job, plan: Plan, *, from_source: boo
     _run(engine, "actor.generation", "connect_sync", dict.fromkeys(devices, link))
 
 
-def _build_order(job: Job, plan: Plan, name: str, epoch: int, from_source: bool) -> BuildOrder:
+def next_epoch() -> int:
+    """Return a number that no other attempt to connect communicators has or will have in this process."""
+    return next(_epochs)
+
+
+def build_order(job: Job, plan: Plan, name: str, epoch: int, from_source: bool) -> BuildOrder:
+    """Return what the workers need to know to build their ranks of a model-stage."""
     config, ppo = job.config, job.config.ppo
     return BuildOrder(
         model_stage=name,

@@ -69,6 +69,10 @@ class RunDir:
         """Add the line of a step; `check` raises when the run has another driver by now."""
         append_record(self.path("metrics.jsonl"), metrics, number=metrics["step"], check=check)
 
+    def append_transition(self, transition: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
+        """Add the line of a transition to transitions.jsonl; `check` as in `append_metrics`."""
+        append_record(self.path("transitions.jsonl"), transition, number=transition["step"], check=check)
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, in order."""
         return read_records(self.path("metrics.jsonl"))

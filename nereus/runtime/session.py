@@ -7,30 +7,21 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from nereus.commits import Commit
 from nereus.config import RunConfig
-from nereus.cost.memory import spare_bytes
-from nereus.limits import REMOTE_SHARD_BYTES, SHARD_BYTES
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
 from nereus.runtime.engine import Engine
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.measure import collect_metrics
-from nereus.runtime.model_stages import build_model_stages, restore_newest
 from nereus.runtime.opening import OpenRun, open_run
-from nereus.runtime.ppo_steps import PpoSteps
-from nereus.runtime.rank_state import Counters
-from nereus.runtime.staging import Staging
+from nereus.runtime.staged_steps import StagedSteps
 from nereus.runtime.timing import StepClock
-from nereus.staged_state import plan_shards
 from nereus.tracking import Trackers, open_trackers
-from storage.urls import join_url, local_path
 
 _open_sessions: dict[str, Session] = {}
 
@@ -40,20 +31,15 @@ def find_session(run_id: str) -> Session:
     return _open_sessions[run_id]
 
 
-class Session(PpoSteps):
+class Session(StagedSteps):
     """Everything that a running job holds; a context manager, so that every way out frees the workers."""
 
     def __init__(self, run: OpenRun, *, engine: Engine | None = None) -> None:
-        super().__init__(run.job, engine or make_engine(run.job.config))
+        super().__init__(run, engine or make_engine(run.job.config))
         self.run_id = run.run_id
         self.run_dir = run.run_dir.url
-        self.steps = range(self.config.steps)
-        self._opened = run
-        self._records = run.run_dir
         self._owns_engine = engine is None
         self._trackers: Trackers | None = None
-        self._staging: Staging | None = None
-        self._last_step: int | None = None  # the last one that this session has finished
         self._close_lock = threading.Lock()
 
     @classmethod
@@ -128,88 +114,12 @@ class Session(PpoSteps):
         self._trackers = open_trackers(config.tracking, self.run_dir, config)
         if self._owns_engine:
             self._engine.start(self.plan.devices)
-        build_model_stages(self._engine, self.job, self.plan, from_source=not commits)
-        if commits:
-            self._restore(commits)
+        self._build(commits or ())
         if not self._opened.is_new:
-            self._records.cut_back(self.steps.start, self._opened.owner.check)  # restoring may have taken long
+            self._records.cut_back(self.next_step, self._opened.owner.check)  # restoring may have taken long
         self._start_staging()
         self._sync(None)
         self._clock = StepClock()
-
-    # Staged state
-
-    def _restore(self, commits: tuple[Commit, ...]) -> None:
-        """Go on from the newest commit that is whole."""
-        root, run_id = self._opened.staging_root, self.run_id
-        commit, manifest = restore_newest(self._engine, self.plan, root, commits, run_id)
-        state = manifest.run_state
-        self.steps = range(commit.step + 1, self.config.steps)
-        self.policy_version = state["policy_version"]
-        self.kl = replace(self.kl, coef=state["kl_coef"])
-        self.counters = {name: Counters(**counts) for name, counts in state["counters"].items()}
-
-    def _start_staging(self) -> None:
-        element_bytes = 8 if self.config.precision == "float64" else 4
-        shard_bytes = REMOTE_SHARD_BYTES if local_path(self._opened.staging_root) is None else SHARD_BYTES
-        orders = plan_shards(self.plan, self.job.specs, element_bytes=element_bytes, max_shard_bytes=shard_bytes)
-        self._run("staging", "hold_shards", {device: {"orders": mine} for device, mine in orders.items()}, None)
-        commits = [commit for commit in self._opened.commits or () if commit.step < self.steps.start]
-        self._staging = Staging(
-            self._engine,
-            self._opened.owner,
-            self._opened.staging_root,
-            orders,
-            run_id=self.run_id,
-            keep=self.config.staging.keep,
-            lease_s=self.config.staging.lease_s,
-            spare_bytes=spare_bytes(
-                self.plan, self.job.specs, self.job.workload, self.config.precision, self.job.capacities
-            ),
-            commits=commits,
-        )
-        # What killed drivers have left goes; a damaged commit stays until another has taken its place.
-        self._staging.retire([commit.set_name for commit in self._opened.commits or ()])
-
-    def _before_update(self, model_stage: str) -> None:
-        if self._staging is not None:
-            with self._clock.span("staging"):
-                self._staging.before_update(model_stage)
-
-    def stage_state(self, step: int) -> dict[str, Any]:
-        """Begin to commit the state at the end of a step, if it is due; the next step goes on meanwhile."""
-        assert self._staging is not None
-        is_due = (step + 1) % self.config.staging.every == 0 or step + 1 == self.config.steps
-        if is_due:
-            with self._clock.span("staging"):
-                self._staging.begin(step, self._run_state(step), self.plan.to_record())
-        return {"begun": step if is_due else None, "newest": self.newest_state}
-
-    def _run_state(self, step: int) -> dict[str, Any]:
-        return {
-            "step": step,
-            "policy_version": self.policy_version,
-            "kl_coef": self.kl.coef,
-            "counters": {name: asdict(counters) for name, counters in self.counters.items()},
-            "identity": dict(self._opened.identity),
-        }
-
-    @property
-    def newest_state(self) -> dict[str, Any] | None:
-        """Step and place of the newest commit, which a resume would go on from."""
-        newest = self._staging.newest if self._staging is not None else None
-        if newest is None:
-            return None
-        return {"step": newest.step, "url": join_url(self._opened.staging_root, newest.set_name)}
-
-    def _stage_last(self) -> None:
-        """Wait until the last step is committed; a commit that failed is tried once more."""
-        assert self._staging is not None
-        self._staging.wait()
-        last, newest = self._last_step, self._staging.newest
-        if last is not None and (newest is None or newest.step != last):
-            self._staging.begin(last, self._run_state(last), self.plan.to_record())
-            self._staging.wait()
 
     # The ends of a step and of the run
 
@@ -230,7 +140,7 @@ class Session(PpoSteps):
         self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more
         if self._trackers is not None:
             self._trackers.log(step, metrics)
-        self._rollouts, self._last_step = None, step
+        self._rollouts, self.next_step = None, step + 1
         self._clock = StepClock()  # what happens between two steps is the next one's time
         return metrics
 

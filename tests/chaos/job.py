@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import nereus.runtime.session as session_module
+import nereus.runtime.staged_steps as staged_steps_module
 import nereus.runtime.staging as staging_module
 from nereus.config import RunConfig, build_config
 from nereus.runtime.engine import Engine, run_command
@@ -151,8 +152,8 @@ def mark_parts(reaper: Reaper) -> None:
     for owner, name in (
         (Journal, "append"),
         (RunDir, "write_config"),
-        (session_module, "build_model_stages"),
-        (session_module, "restore_newest"),
+        (staged_steps_module, "build_model_stages"),
+        (staged_steps_module, "restore_newest"),
         (RunDir, "cut_back"),
     ):
         wrap(owner, name, ends_part("start"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import nereus.runtime.session
+import nereus.runtime.staged_steps
 from nereus.commits import live_commits
 from nereus.config import build_config
 from nereus.runtime.engine import CommandError, Engine
@@ -279,7 +279,7 @@ def test_a_driver_that_was_taken_over_while_it_restored_cuts_nothing_back(
         Journal(str(run_dir)).append("take_over", {})  # by a driver of another host, after the lease
         return restore_newest(*arguments)
 
-    monkeypatch.setattr(nereus.runtime.session, "restore_newest", restore_slowly)
+    monkeypatch.setattr(nereus.runtime.staged_steps, "restore_newest", restore_slowly)
     with pytest.raises(FencedOff):
         open_session(run_dir, engine, go_on=True)
     assert metrics.read_bytes() == before

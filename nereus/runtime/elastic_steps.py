@@ -1,0 +1,235 @@
+"""The steps of PPO on plans that change: which plan is due, the move to it, and the way back to the last commit.
+
+transition_due -> begin_transition: workers, speeds, graph -> run: move | undo | build again from the last commit
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from nereus.commits import read_commit
+from nereus.emu import emus_of
+from nereus.plan import Plan
+from nereus.runtime.engine import CommandError, Engine
+from nereus.runtime.opening import OpenRun
+from nereus.runtime.probe import measure_speeds
+from nereus.runtime.staged_steps import StagedSteps
+from nereus.runtime.transition import Boundary, GoBack, Submit, Transition
+from nereus.runtime.transition_sets import TransitionSets
+from nereus.transition.execute import on_threads
+from nereus.transition.graph import InfeasibleTransition, StagedSet, plan_transition
+from nereus.transition.primitives import TransitionGraph
+from nereus.transition.speeds import Speeds
+from storage.manifest import Manifest
+from storage.urls import join_url
+
+logger = logging.getLogger(__name__)
+
+# A change of the plan that failed is tried again at the next step, this often in all.
+MOST_ATTEMPTS = 2
+# Going back to a commit may meet further losses.
+_MOST_RETURNS = 3
+_THREADS = 8
+
+
+class ElasticSteps(StagedSteps):
+    """PPO steps that go on, on another plan, after each transition."""
+
+    def __init__(self, run: OpenRun, engine: Engine) -> None:
+        super().__init__(run, engine)
+        self._wanted = self.plan  # by the schedule; `plan` may have its devices in another rank order
+        self._followed = 0  # the schedule has been followed up to this step, wherever the run has gone back to
+        self._attempts: dict[Plan, list[int]] = {}  # steps at which a move to a plan was tried
+        self._speeds: Speeds | None = None
+        self._transition: Transition | None = None
+
+    # What is due
+
+    def transition_due(self, step: int) -> bool:
+        """Return whether the plan changes before `step`; settings that move no state are taken over at once."""
+        self._followed = max(self._followed, step)
+        due = self._due()
+        if due == self._wanted:
+            return False
+        if emus_of(due) == emus_of(self._wanted):
+            self._take_settings(due)
+            return False
+        tried = self._attempts.get(due, [])
+        return step not in tried and len(tried) < MOST_ATTEMPTS
+
+    def _due(self) -> Plan:
+        return self.job.plan_at(self._followed)
+
+    def _take_settings(self, wanted: Plan) -> None:
+        """Take over micro-batches and recomputation."""
+        for name, stage in wanted.items():
+            self.plan = self.plan.with_stage(name, micro_batch=stage.micro_batch, recompute=stage.recompute)
+        self._wanted = wanted
+
+    # The move
+
+    def begin_transition(self, step: int) -> Transition:
+        """Start the workers of new devices and return the transition to the plan that is due."""
+        target = self._due()
+        self._attempts.setdefault(target, []).append(step)
+        with self._clock.span("transition"):
+            try:
+                self._transition = self._plan_move(step, target)
+            except (InfeasibleTransition, CommandError) as error:  # told and undone as any other failure
+                self._transition = self._move(step, TransitionGraph(self.plan, target, ()), None, error)
+        return self._transition
+
+    def _plan_move(self, step: int, target: Plan) -> Transition:
+        transport = self.config.transport
+        staged_set, committed = self._staged_set(step, may_be_pending=transport == "staged")
+        started = [device for device in target.devices if device not in self._engine.pids()]
+        if started:
+            self._engine.start(started)
+        self._measure(target)
+        graph = plan_transition(
+            self.plan,
+            target,
+            self.job.transition_memory,
+            transport=transport,
+            staged_set=staged_set,
+            speeds=self._speeds,
+        )
+        return self._move(step, graph, committed)
+
+    def _move(
+        self,
+        step: int,
+        graph: TransitionGraph,
+        committed: tuple[str, Manifest] | None,
+        failure: Exception | None = None,
+    ) -> Transition:
+        assert self._staging is not None
+        return Transition(
+            self._engine,
+            self.job,
+            graph,
+            Boundary(step, self.plan, dict(self.counters), self.policy_version),
+            TransitionSets(self._engine, self._staging, graph, self.job.sources, step=step, committed=committed),
+            memory=self.job.transition_memory,
+            speeds=self._speeds,
+            write_record=self._journal_transition,
+            failure=failure,
+        )
+
+    def _journal_transition(self, body: dict[str, Any]) -> None:
+        self._opened.owner.journal.append("transition", body)
+
+    def find_transition(self) -> Transition:
+        """Return the transition that is under way."""
+        assert self._transition is not None, "no transition is under way"
+        return self._transition
+
+    def run_transition(self, submit: Submit | None = None) -> dict[str, Any]:
+        """Carry the begun transition out, or back; return its line of transitions.jsonl.
+
+        Args:
+            submit: starts a primitive by the transition's `run_primitive`; without it threads do.
+
+        Raises:
+            CommandError: workers died again and again; the run can be resumed.
+        """
+        transition = self.find_transition()
+        try:
+            with self._clock.span("transition"), ThreadPoolExecutor(_THREADS, "nereus-transition") as pool:
+                try:
+                    line = transition.run(submit or on_threads(pool, lambda p: transition.run_primitive(p.id)))
+                except GoBack as failure:
+                    self._go_back(failure.plan)
+                    line = transition.line_after(failure)
+                else:
+                    if line["outcome"] == "committed":
+                        self._adopt(transition.graph.target)
+                self._leave_unused()
+                transition.discard_sets()
+        finally:
+            self._transition = None
+        self._note(line)
+        return line
+
+    def _adopt(self, plan: Plan) -> None:
+        """Go on, on the new plan."""
+        assert self._staging is not None
+        self.plan, self._wanted = plan, self._due()
+        self._staging.wait()
+        self._staging.adopt(self._hold_shards(), self._spare_bytes(plan))
+
+    def _leave_unused(self) -> None:
+        """End the workers of devices that the plan in force doesn't use."""
+        unused = sorted(set(self._engine.pids()) - set(self.plan.devices))
+        if unused:
+            self._engine.release(unused)
+
+    def _staged_set(self, step: int, *, may_be_pending: bool) -> tuple[StagedSet, tuple[str, Manifest] | None]:
+        """Return whether storage has the state of the boundary before `step`, and if it is complete, where."""
+        assert self._staging is not None
+        if may_be_pending and self._staging.pending_step == step - 1:
+            return "pending", None
+        self._staging.wait()  # what it writes from may be freed
+        newest = self._staging.newest
+        if newest is None or newest.step != step - 1:
+            return "none", None
+        root = self._opened.staging_root
+        try:
+            return "committed", (join_url(root, newest.set_name), read_commit(root, newest))
+        except (OSError, ValueError) as error:
+            logger.warning("The commit of step %d can't be read for the transition (%s).", newest.step, error)
+            return "none", None
+
+    def _measure(self, target: Plan) -> None:
+        if self._speeds is None:
+            devices = sorted({*self.plan.devices, *target.devices})
+            root, kind = self._opened.staging_root, self.config.cluster.device
+            self._speeds = measure_speeds(self._engine, devices, root, device_type=kind)
+
+    def _note(self, line: dict[str, Any]) -> None:
+        """Write the line of transitions.jsonl, and say in the log how it ended."""
+        self._records.append_transition(line, self._opened.owner.check)
+        if line["outcome"] == "committed":
+            logger.info("step %d: the plan has changed in %.2f s.", line["step"], line["seconds"])
+        else:
+            logger.warning("step %d: the plan has not changed (%s).", line["step"], line["outcome"])
+
+    # The way back
+
+    def _go_back(self, plan: Plan) -> None:
+        """Build everything again on a plan, from the newest commit.
+
+        Raises:
+            CommandError: workers are lost again and again.
+        """
+        assert self._staging is not None
+        for attempt in range(_MOST_RETURNS):
+            try:
+                if self._engine.broken is not None:
+                    self._engine.recover(step=self.next_step)
+                self._staging.wait()
+                self._build_again(plan)
+                return
+            except CommandError:
+                if attempt + 1 == _MOST_RETURNS:
+                    raise
+
+    def _build_again(self, plan: Plan) -> None:
+        assert self._staging is not None
+        living = list(self._engine.pids())
+        self._run("session", "release", {device: {} for device in living}, None)
+        missing = [device for device in plan.devices if device not in living]
+        if missing:
+            self._engine.start(missing)
+        was = self.next_step
+        if emus_of(plan) != emus_of(self.plan):
+            self._wanted = self._due()
+        self.plan = plan
+        self._build(self._staging.commits)
+        if self.next_step != was:
+            logger.warning("The run goes on from step %d, after its last commit.", self.next_step)
+            self._records.cut_back(self.next_step, self._opened.owner.check)
+        self._staging.adopt(self._hold_shards(), self._spare_bytes(plan))
+        self._sync(None)

@@ -15,6 +15,9 @@ _INTER_LATENCY_S = 5e-6
 _STORAGE_LATENCY_S = 2e-3
 _STORAGE_BYTES_S = 2.5e9
 
+# Plans for more devices than these aren't sought in any time that people wait.
+MOST_DEVICES = 65536
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -117,13 +120,13 @@ def cluster_preset(name: str, num_devices: int | None = None) -> Cluster:
     """Return a cluster of the catalog, or its first `num_devices` devices; more of them add nodes of the same kind.
 
     Raises:
-        ValueError: there is no such preset, or the number isn't positive.
+        ValueError: there is no such preset, or the number isn't from 1 to MOST_DEVICES.
     """
     entry = _CATALOG.get(name)
     if entry is None:
         raise ValueError(f"cluster.preset is {name!r}, which there is not; choose one of {', '.join(list_clusters())}.")
     if num_devices is None:
         num_devices = entry.num_nodes * entry.kind.devices
-    if num_devices < 1:
-        raise ValueError(f"cluster.devices is {num_devices}; use at least 1.")
+    if not 1 <= num_devices <= MOST_DEVICES:
+        raise ValueError(f"cluster.devices is {num_devices}; choose from 1 to {MOST_DEVICES}.")
     return uniform_cluster(entry.kind, num_devices)

@@ -96,7 +96,7 @@ def model_preset(name: str, head: Head = "lm") -> ModelSpec:
         ValueError: there is no such preset.
     """
     if name not in _MODELS:
-        raise ValueError(f"model.preset is {name!r}, which there is not; choose one of {', '.join(list_models())}.")
+        raise ValueError(f"preset is {name!r}, which there is not; choose one of {', '.join(list_models())}.")
     return replace(_MODELS[name], head=head)
 
 
@@ -110,7 +110,7 @@ def read_model(path: str | Path, head: Head = "lm") -> ModelSpec:
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path is {str(path)!r}, but {file} can't be read as JSON: {error}.") from None
+        raise ValueError(f"path is {str(path)!r}, but {file} can't be read as JSON: {error}.") from None
     if not isinstance(config, dict):
-        raise ValueError(f"model.path is {str(path)!r}, but {file} holds no JSON object; give a model's config.json.")
+        raise ValueError(f"path is {str(path)!r}, but {file} holds no JSON object; give a model's config.json.")
     return parse_config(config, str(file), head)

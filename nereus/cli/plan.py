@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from nereus.catalog import MOST_DEVICES
 from nereus.cli.exits import wrong_input_exits
 from nereus.cli.root import OverridesArgument, app
 
@@ -20,6 +21,7 @@ _P95_OVER_MEAN = 1.15
 
 @app.command()
 def plan(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE_OR_YAML]", help="A recipe such as tiny-cpu, or a YAML file.")
     ] = None,
@@ -28,7 +30,9 @@ def plan(
         str | None, typer.Option(metavar="PRESET", help="A model such as llama-3.1-8b, or a Hugging Face config.json.")
     ] = None,
     cluster: Annotated[str | None, typer.Option(metavar="PRESET", help="A cluster such as h200-hdr.")] = None,
-    devices: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices; default all there are.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=MOST_DEVICES, help="Devices; default all there are.")
+    ] = None,
     response_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Mean length of a response.")] = 1024,
     prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Mean length of a prompt.")] = 512,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="Responses a step.")] = 1024,
@@ -44,7 +48,7 @@ def plan(
 
     with wrong_input_exits():
         if recipe is not None:
-            _refuse_both(model, cluster)
+            _refuse_both(context)
             setting, title = _setting_of_run(recipe, overrides or [], devices)
         else:
             _refuse_neither(model, cluster)
@@ -62,9 +66,18 @@ def plan(
         console.print(table, highlight=False)
 
 
-def _refuse_both(model: str | None, cluster: str | None) -> None:
-    for option, value in (("--model", model), ("--cluster", cluster)):
-        if value is not None:
+# What a run config says itself.
+_OPTIONS_OF_CLUSTERS = (
+    *("model", "cluster", "response_tokens", "prompt_tokens"),
+    *("samples", "minibatches", "reward_model"),
+)
+
+
+def _refuse_both(context: typer.Context) -> None:
+    for name in _OPTIONS_OF_CLUSTERS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option, value = f"--{name.replace('_', '-')}", context.params[name]
             raise ValueError(f"{option} is {value!r} beside a run config; give a run config, or --model and --cluster.")
 
 
@@ -102,6 +115,7 @@ def _setting_of_run(recipe: str, overrides: list[str], devices: int | None) -> t
         f"{recipe} on {where}, {load.samples} responses of "
         f"{rollout.max_response_tokens} tokens (the longest allowed) a step, {config.precision}, speeds guessed"
     )
+    job.check_positions()
     return Setting.of(job, cluster, CONSERVATIVE), title
 
 
@@ -157,9 +171,12 @@ def _setting_of_cluster(
 
     cluster = cluster_preset(preset, devices)
     known = model in list_models() or ("/" not in model and not model.endswith(".json"))
-    lm, value, score = (
-        model_preset(model, head) if known else read_model(model, head) for head in ("lm", "value", "score")
-    )
+    try:
+        lm, value, score = (
+            model_preset(model, head) if known else read_model(model, head) for head in ("lm", "value", "score")
+        )
+    except ValueError as error:
+        raise ValueError(f"--model: {error}") from None
     specs = {"actor.generation": lm, "actor.training": lm, "critic.training": value, "reference.inference": lm}
     if reward_model:
         specs["reward.inference"] = score
@@ -169,4 +186,6 @@ def _setting_of_cluster(
         f"{model} on {num} device{'s' if num > 1 else ''} of {preset}, {samples} responses of {response_tokens} tokens "
         f"in the mean a step (95% below {load.response_tokens_p95:.0f}), bfloat16, speeds of public kernels"
     )
-    return Setting.of(JobSpec(specs, load), cluster, PUBLISHED), title
+    job = JobSpec(specs, load)
+    job.check_positions()
+    return Setting.of(job, cluster, PUBLISHED), title

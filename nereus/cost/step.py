@@ -39,6 +39,16 @@ class JobSpec:
     def has_critic(self) -> bool:
         return "critic.training" in self.specs
 
+    def check_positions(self) -> None:
+        """Raise ValueError when a prompt with its response needs more positions than a model has."""
+        load = self.load
+        for name, spec in self.specs.items():
+            if load.prompt_tokens + load.response_tokens_p95 > spec.max_positions:
+                raise ValueError(
+                    f"workload: prompts of {load.prompt_tokens:g} and responses of up to {load.response_tokens_p95:g} "
+                    f"tokens are more than the {spec.max_positions} positions of {name}; shorten them."
+                )
+
 
 @dataclass(frozen=True)
 class StageCost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,9 +160,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _describe(error: ValidationError) -> str:
-    """Return one sentence for the problem that explains most: an unknown key first, then the deepest one."""
-    problems = sorted(error.errors(), key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
-    problem = problems[0]
+    """Return one sentence for the problem that explains most: an unknown key first, then the deepest, then our own."""
+    problem = min(
+        error.errors(),
+        key=lambda each: (each["type"] != "extra_forbidden", -len(each["loc"]), each["type"] != "value_error"),
+    )
     path = [str(part) for part in problem["loc"] if str(part) not in _BRANCHES and "[" not in str(part)]
     key = ".".join(path)
     if problem["type"] == "extra_forbidden":
@@ -170,7 +173,8 @@ def _describe(error: ValidationError) -> str:
         return f"`{key}` is missing; a scenario must have it."
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}." if key else f"{problem['ctx']['error']}."
-    message = problem["msg"].replace("Input should", "it must").replace("valid dictionary", "mapping")
+    message = re.sub("^(Input|List|Keys) should", "it must", problem["msg"]).replace("valid dictionary", "mapping")
+    message = re.sub(" or instance of [A-Za-z]+| after validation, not 0", "", message)
     return f"`{key}` is {problem['input']!r}: {message}."
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from nereus.catalog import MOST_DEVICES
 from nereus.config.parts import Part, Size
 from nereus.cost.efficiency import CLASSES
 
@@ -13,6 +14,7 @@ Policy = Literal["fixed", "every_k", "any_gain", "payback", "oracle"]
 LengthPoint = Annotated[list[float], Field(min_length=2, max_length=3)]
 DeviceEntry = tuple[int, int] | tuple[int, int, Literal["lost"]]
 Positive = Annotated[float, Field(gt=0)]
+SlowEntry = tuple[Annotated[int, Field(ge=0)], int | Literal["intra_node", "inter_node", "storage"], Positive]
 
 
 class ModelSource(Part):
@@ -32,7 +34,9 @@ class ClusterSource(Part):
     """The whole allocation: a preset of the catalog, or all numbers by hand. Bandwidths are nominal, each way."""
 
     preset: str | None = Field(None, description="A cluster of the catalog, for example a100-64gb-hdr.")
-    devices: int | None = Field(None, gt=0, description="Devices; empty: the preset's. More add nodes of its kind.")
+    devices: int | None = Field(
+        None, gt=0, le=MOST_DEVICES, description="Devices; empty: the preset's. More add nodes of its kind."
+    )
     devices_per_node: int | None = Field(None, gt=0, description="By hand: devices of a node.")
     memory_per_device: Size | None = Field(None, description="By hand: memory of a device.")
     peak_flops: Positive | None = Field(None, description="By hand: peak of a device in bfloat16, FLOP/s.")
@@ -72,6 +76,15 @@ class WorkloadSource(Part):
     minibatches: int = Field(4, gt=0, description="Optimizer updates an epoch.")
     epochs: int = Field(1, gt=0, description="Passes over the rollouts of a step.")
 
+    @field_validator("response_tokens", mode="before")
+    @classmethod
+    def _read_number(cls, value: Any) -> Any:
+        # YAML takes 1e3 and nan for text, and text would be the name of a CSV.
+        try:
+            return float(value) if isinstance(value, str) else value
+        except ValueError:
+            return value
+
     @model_validator(mode="after")
     def _check_minibatches(self) -> Self:
         samples = self.prompts_per_step * self.samples_per_prompt
@@ -106,7 +119,7 @@ class Truth(Part):
     memory_factor: float = Field(1.0, gt=0, description="True memory peak over the predicted one.")
     noise: float = Field(0.02, ge=0, lt=0.5, description="Standard deviation of measured times, relative.")
     seed: int = Field(0, ge=0, description="Seed of the noise.")
-    slow: list[tuple[int, int | Literal["intra_node", "inter_node", "storage"], Positive]] = Field(
+    slow: list[SlowEntry] = Field(
         [], description="[step, device id or link, factor]: from that step on it takes `factor` times as long."
     )
 

@@ -162,8 +162,10 @@ def read_spot_trace(text: str, where: str) -> list[tuple[float, float]]:
         gap, data = float(tree["metadata"]["gap_seconds"]), [float(count) for count in tree["data"]]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{where} is no spot trace; it needs `metadata.gap_seconds` and a list `data`.") from None
-    if not gap > 0:
+    if not (math.isfinite(gap) and gap > 0):
         raise ValueError(f"{where} has gap_seconds {gap:g}; it must be above 0.")
+    if not all(map(math.isfinite, data)):
+        raise ValueError(f"{where} has an entry of `data` that isn't finite; give whole numbers.")
     return [(index * gap, count) for index, count in enumerate(data)]
 
 
@@ -181,7 +183,10 @@ def _read_csv(text: str, where: str, needed: Sequence[str]) -> list[dict[str, fl
     rows = []
     for row in reader:
         try:
-            rows.append({key: float(value) for key, value in row.items()})
+            numbers = {key: float(value) for key, value in row.items()}
         except (TypeError, ValueError):
             raise ValueError(f"{where} has a line that is no numbers ({row}); mend it.") from None
+        if not all(map(math.isfinite, numbers.values())):
+            raise ValueError(f"{where} has a line with a number that isn't finite ({row}); mend it.")
+        rows.append(numbers)
     return rows

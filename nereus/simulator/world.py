@@ -144,7 +144,7 @@ def build_world(scenario: Scenario) -> World:
     """Return the world of a scenario.
 
     Raises:
-        ValueError: an unknown preset, a missing trace or one that makes no sense.
+        ValueError: an unknown preset, a missing trace or one that makes no sense, or responses that no model can hold.
     """
     cluster = _build_cluster(scenario.cluster)
     traces = load_traces(scenario, len(cluster.devices))
@@ -154,18 +154,21 @@ def build_world(scenario: Scenario) -> World:
             raise ValueError(f"truth.slow names device {target}, but the cluster has {len(ids)}; name one of them.")
     world = World(scenario, traces, cluster, _build_specs(scenario))
     for step in range(scenario.steps):
-        world.load(step)
+        world.job(step).check_positions()
     return world
 
 
 def _build_specs(scenario: Scenario) -> dict[str, ModelSpec]:
-    def read(source: ModelSource | None, head: Head) -> ModelSpec:
-        source = source or scenario.model
-        return read_model(source.path, head) if source.path else model_preset(str(source.preset), head)
+    def read(role: str, head: Head) -> ModelSpec:
+        source: ModelSource = getattr(scenario, role) or scenario.model
+        try:
+            return read_model(source.path, head) if source.path else model_preset(str(source.preset), head)
+        except ValueError as error:
+            raise ValueError(f"{role}: {error}") from None
 
-    actor, critic = read(None, "lm"), read(scenario.critic, "value")
+    actor, critic = read("model", "lm"), read("critic", "value")
     specs = {"actor.generation": actor, "actor.training": actor, "critic.training": critic}
-    specs |= {"reference.inference": read(scenario.reference, "lm"), "reward.inference": read(scenario.reward, "score")}
+    specs |= {"reference.inference": read("reference", "lm"), "reward.inference": read("reward", "score")}
     if scenario.workload.algorithm == "grpo":
         del specs["critic.training"]
     return specs

@@ -64,6 +64,10 @@ def test_the_table_names_policies_and_warns_of_the_cap(scenario: str, tmp_path: 
         (["devices={file: gone.csv}"], "devices.file is 'gone.csv'"),
         (["model.preset=llama-3.3-70b", "cluster.devices=2", "devices=null"], "No plan fits 2 devices of 64 GiB"),
         (["cluster.preset=abacus"], "abacus"),
+        (["model.preset=gpt-9"], "model: preset is 'gpt-9'"),
+        (["gamma=-0.5"], "`gamma` is -0.5"),
+        (["devices=[[0, 0]]"], "0 devices for ever"),
+        (["workload.response_tokens=20000", "workload.max_response_tokens=null"], "positions of actor.generation"),
         (["--policy", "lucky"], "--policy is 'lucky'"),
         (["--plot", "picture.doc"], "--plot is 'picture.doc'"),
     ],
@@ -77,6 +81,23 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
     assert result.stderr.strip().splitlines()[-1].startswith("nereus: ")
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("-5,3", "has the negative time -5"),
+        ("0,3\n300,3\n200,3", "goes from 300 s back to 200 s"),
+        ("0,0\n300,0", "has 0 devices for ever"),
+        ("0,inf", "isn't finite"),
+    ],
+)
+def test_wrong_traces_are_one_sentence_and_exit_code_2(scenario: str, tmp_path: Path, lines: str, message: str):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"seconds,available\n{lines}\n")
+    result = run(scenario, f"devices={{file: {trace}}}")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
 
 
 def test_an_unknown_scenario_is_answered_with_a_near_one():

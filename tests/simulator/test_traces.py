@@ -81,6 +81,9 @@ def test_a_trace_in_seconds_is_sampled_at_the_steps():
         ("seconds,available\n0,0\n300,0\n", "0 devices for ever"),
         ("time,available\n0,3\n", "no column `seconds`"),
         ("seconds,available\n0,many\n", "no numbers"),
+        ("seconds,available\n0\n", "no numbers"),
+        ("seconds,available\n0,inf\n", "isn't finite"),
+        ("seconds,available\n0,3\nnan,3\n", "isn't finite"),
     ],
 )
 def test_wrong_device_files_are_refused(text: str, message: str):
@@ -94,3 +97,5 @@ def test_spot_traces_are_read():
     for wrong in ("[]", "{}", json.dumps({"metadata": {"gap_seconds": 0}, "data": [1]}), "no JSON"):
         with pytest.raises(ValueError, match="gap_seconds"):
             read_spot_trace(wrong, "t.json")
+    with pytest.raises(ValueError, match="isn't finite"):
+        read_spot_trace('{"metadata": {"gap_seconds": 300}, "data": [NaN]}', "t.json")

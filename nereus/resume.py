@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nereus.commits import Commit, live_commits
 from nereus.config import ConfigError, RunConfig, build_config, override_config
 from nereus.identity import compute_identity
 from nereus.runtime.job import prepare_job
@@ -16,12 +17,12 @@ from storage.journal import DamagedJournal, Entry, Journal
 from storage.urls import local_path
 from storage.writable import check_writable, describe_access
 
-__all__ = ["RecordedRun", "check_resumable", "check_resume", "compute_identity", "fit_plan", "read_recorded",
-           "staging_root"]  # fmt: skip
+__all__ = ["RecordedRun", "check_resumable", "check_resume", "compute_identity", "fit_plan", "next_step",
+           "read_recorded", "staging_root"]  # fmt: skip
 
 # What a resumed run may change: how it is executed, never what it computes.
-_EXECUTION = ("cluster", "plan", "staging.every", "staging.keep", "staging.lease_s", "tracking", "ppo.micro_batch",
-              "reward.workers", "reward.timeout_s")  # fmt: skip
+_EXECUTION = ("cluster", "plan", "transport", "staging.every", "staging.keep", "staging.lease_s", "tracking",
+              "ppo.micro_batch", "reward.workers", "reward.timeout_s")  # fmt: skip
 # Compared by what they lead to, so that a folder may have moved.
 _PLACES = ("model.path", "critic.path", "reference.path", "reward.model", "data.prompts", "model.tiny.tokenizer",
            "critic.tiny.tokenizer", "reference.tiny.tokenizer", "staging.root", "run_dir")  # fmt: skip
@@ -44,6 +45,11 @@ class RecordedRun:
     config: RunConfig
     identity: Mapping[str, str]
     entries: tuple[Entry, ...]
+
+    @property
+    def next_step(self) -> int:
+        """The step with which the run goes on."""
+        return next_step(live_commits(self.entries))
 
 
 def read_recorded(run_dir: str) -> RecordedRun:
@@ -76,13 +82,18 @@ def read_recorded(run_dir: str) -> RecordedRun:
         ) from None
 
 
+def next_step(commits: Sequence[Commit]) -> int:
+    """Return the step with which a run goes on after the newest of its live commits; 0 where there is none."""
+    return commits[-1].step + 1 if commits else 0
+
+
 def check_resume(
     recorded: RunConfig, identity: Mapping[str, str], config: RunConfig, new_identity: Mapping[str, str]
 ) -> None:
     """Check that a run recorded with one config may go on with another.
 
-    Execution may change: cluster, plan, staging (not its root), tracking, `ppo.micro_batch`, the reward function's
-    processes and a larger `steps`. Places may change while their content is the same.
+    Execution may change: cluster, plan, transport, staging (not its root), tracking, `ppo.micro_batch`, the reward
+    function's processes and a larger `steps`. Places may change while their content is the same.
 
     Args:
         recorded, identity: of the run.
@@ -197,19 +208,19 @@ def _short(fingerprint: str | None) -> str:
 # The plan on the devices of now
 
 
-def fit_plan(recorded: RunConfig, config: RunConfig) -> tuple[RunConfig, str | None]:
+def fit_plan(recorded: RecordedRun, config: RunConfig) -> tuple[RunConfig, str | None]:
     """Return the config with a plan that fits the devices of now, and a note where that is not the config's own.
 
     A plan that was only recorded gives way to `auto`'s where it doesn't fit; one that the user has given now must fit,
-    which `prepare_job` checks.
+    which `prepare_job` checks. Of a schedule counts what holds from the step on with which the run goes on.
 
     Raises:
         ValueError: something beside the plan is wrong, as `prepare_job` says.
     """
-    if config.plan == "auto" or config.plan != recorded.plan:
+    if config.plan == "auto" or config.plan != recorded.config.plan:
         return config, None
     try:
-        prepare_job(config)
+        prepare_job(config, first_step=recorded.next_step)
         return config, None
     except ValueError as error:
         instead = config.model_copy(update={"plan": "auto"})
@@ -233,7 +244,7 @@ def check_resumable(run_dir: str, overrides: Iterable[str]) -> RunConfig:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the run itself warns
     try:
-        prepare_job(fit_plan(run.config, config)[0])
+        prepare_job(fit_plan(run, config)[0], first_step=run.next_step)
     finally:
         logging.disable(before)
     return config

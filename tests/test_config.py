@@ -13,6 +13,7 @@ from nereus.config import (
     format_bytes,
     list_recipes,
     load_config,
+    override_config,
     parse_bytes,
     resolve_path,
 )
@@ -48,6 +49,25 @@ def test_dot_of_a_model_stage_belongs_to_its_name():
     assert config.plan["actor.training"].devices == (1, 0)
 
 
+def test_a_schedule_is_read_and_written(tmp_path: Path):
+    config = load_config("tiny-cpu", ["plan=[[0, auto], [2, {actor.generation: {dp: 2}}]]", "transport=staged"])
+    (first, plan), (second, entries) = config.plan
+    assert (first, plan, second, entries["actor.generation"].dp, config.transport) == (0, "auto", 2, 2, "staged")
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "run.yaml")) == config
+    assert build_config(config.model_dump(mode="json")) == config  # as journals and forms hold it
+
+
+def test_a_key_of_a_schedule_cannot_be_set_alone():
+    config = load_config("tiny-cpu", ["plan=[[0, auto]]"])
+    with pytest.raises(ConfigError) as refused:
+        override_config(config, ["plan.actor.generation.tp=2"])
+    assert str(refused.value).startswith(
+        "`plan.actor.generation.tp` can't be set alone, since `plan` is a schedule; give"
+    )
+    assert override_config(config, ["plan=auto"]).plan == "auto"
+
+
 def test_override_of_one_source_takes_the_place_of_the_other():
     config = load_config("tiny-cpu", ["model.path=models/some", "reward.model=models/judge"])
     assert (config.model.path, config.model.tiny) == ("models/some", None)
@@ -69,7 +89,27 @@ def test_override_of_one_source_takes_the_place_of_the_other():
         ("cluster.memory_per_device=1e400GiB", "cluster.memory_per_device: '1e400GiB' is beyond any memory."),
         ("steps=0", "`steps` is 0: it must be greater than 0."),
         ("plan.actor.generation.tp=0", "`plan.actor.generation.tp` is 0: it must be greater than 0."),
-        ("plan=best", "`plan` is 'best': it must be a mapping or it must be 'auto'."),
+        (
+            "plan=best",
+            "plan: 'best' is no plan; give `auto`, a mapping of model-stages, or a schedule like [[0, {...}]",
+        ),
+        ("plan=[]", "plan: the schedule is empty; give `auto`, or a plan from step 0 on"),
+        ("plan=[[0, auto], [2]]", "plan: the entry [2] of the schedule is no pair [step, plan]; write it"),
+        ("plan=[[0, auto], 2]", "plan: the entry 2 of the schedule is no pair [step, plan]"),
+        ("plan=[[1, auto]]", "plan: the schedule begins at step 1; its first entry must hold from step 0 on."),
+        ("plan=[[0, auto], [-3, auto]]", "plan: the schedule names step -3; a step is an integer from 0 on."),
+        ("plan=[[0, auto], [1.5, auto]]", "plan: the schedule names step 1.5; a step is an integer from 0 on."),
+        (
+            "plan=[[0, auto], [4, auto], [4, auto]]",
+            "plan: the schedule names step 4 after step 4; let its steps ascend.",
+        ),
+        ("plan=[[0, auto], [4, best]]", "plan: from step 4 on it is 'best'; give `auto` or a mapping of model-stages."),
+        (
+            "plan=[[0, auto], [4, {actor.training: {tp: 0}}]]",
+            "`plan.actor.training.tp` from step 4 on is 0: it must be",
+        ),
+        ("plan=[[0, {actor.trainin: {}}]]", "Unknown key `plan.actor.trainin`; did you mean `plan.actor.training`?"),
+        ("transport=fast", "`transport` is 'fast': it must be 'auto', 'direct' or 'staged'."),
         ("cluster.memory_per_device=2XB", "cluster.memory_per_device: '2XB' is no size; write it like 2GiB"),
         ("cluster.engine=ray", "`cluster.engine` is 'ray': it must be 'local'."),
         ("ppo.minibatches=99", "ppo.minibatches 99 is above the 32 samples of a step; lower it or raise"),

@@ -35,6 +35,7 @@ def check(config: RunConfig, *overrides: str) -> None:
         [],
         ["cluster.devices=1", "cluster.memory_per_device=1GiB"],
         ["plan.actor.training.tp=2"],
+        ["plan=[[0, auto], [3, auto]]", "transport=staged"],
         ["steps=9"],
         ["staging.every=2", "staging.keep=5", "staging.lease_s=9"],
         ["tracking=[tensorboard]", "ppo.micro_batch=1"],
@@ -160,12 +161,23 @@ def test_a_record_of_another_version(tmp_path: Path):
 
 def test_a_recorded_plan_gives_way_to_fewer_devices_and_a_given_one_does_not(tmp_path: Path):
     recorded = tiny_config(str(tmp_path), plan=PLAN)
-    fewer = override_config(recorded, ["cluster.devices=2"])
-    fitted, note = fit_plan(recorded, fewer)
+    FakeRun(str(tmp_path), recorded)
+    run = read_recorded(str(tmp_path))
+    fewer = override_config(run.config, ["cluster.devices=2"])
+    fitted, note = fit_plan(run, fewer)
     assert fitted.plan == "auto"
     assert note is not None and note.startswith("The recorded plan doesn't fit (plan.actor.generation: asks for device")
-    assert fit_plan(recorded, recorded) == (recorded, None)
-    FakeRun(str(tmp_path), recorded)
+    assert fit_plan(run, run.config) == (run.config, None)
     assert check_resumable(str(tmp_path), ["cluster.devices=2"]) == fewer
     with pytest.raises(ValueError, match=r"asks for device"):
         check_resumable(str(tmp_path), ["cluster.devices=2", "plan.actor.training.dp=3"])
+
+
+def test_of_a_recorded_schedule_counts_what_is_still_to_come(tmp_path: Path):
+    one = {name: {"dp": 1} for name in PLAN}
+    run = FakeRun(str(tmp_path), tiny_config(str(tmp_path), plan=[[0, PLAN], [2, one]]))
+    fewer = override_config(run.config, ["cluster.devices=2"])
+    for step, note in ((0, "The recorded plan doesn't fit (plan from step 0 on, actor.generation: asks for"), (1, "")):
+        run.commit(step)
+        found = fit_plan(read_recorded(str(tmp_path)), fewer)[1]
+        assert (found or "").startswith(note) and bool(found) == bool(note)

@@ -7,7 +7,6 @@ from nereus.config.parts import (
     DataConfig,
     ModelConfig,
     OptionalModelConfig,
-    PlanEntry,
     PPOConfig,
     RewardConfig,
     RolloutConfig,
@@ -16,6 +15,7 @@ from nereus.config.parts import (
     format_bytes,
     parse_bytes,
 )
+from nereus.config.plan_parts import PlanEntry
 from nereus.config.run import RunConfig
 
 __all__ = [

@@ -10,7 +10,8 @@ import fsspec
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nereus.config.parts import ConfigError, ModelStageName
+from nereus.config.parts import ConfigError
+from nereus.config.plan_parts import ModelStageName
 from nereus.config.run import RunConfig
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
@@ -64,7 +65,7 @@ def build_config(tree: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_describe(error)) from None
+        raise ConfigError(_describe(error, tree)) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -114,6 +115,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         child = node.get(part)
         if child is None or (path[: depth + 1] == ["plan"] and child == "auto"):
             child = {}
+        if path[0] == "plan" and isinstance(child, list | tuple):
+            raise ConfigError(
+                f"`{key}` can't be set alone, since `plan` is a schedule; give all of it, like "
+                "plan='[[0, {...}], [4, {...}]]'."
+            )
         if not isinstance(child, dict):
             raise ConfigError(_unknown_key(path))
         node[part] = child = dict(child)
@@ -130,19 +136,23 @@ def _split_key(key: str) -> list[str]:
     return [parts[0], ".".join(parts[1:3]), *parts[3:]] if parts[0] == "plan" and len(parts) > 2 else parts
 
 
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError, tree: Mapping[str, Any]) -> str:
     """Return one sentence for the problem that explains most: an unknown key first, then the deepest one."""
     problems = sorted(error.errors(), key=lambda problem: (not _is_unknown(problem), -len(problem["loc"])))
     problem = problems[0]
     path = _key_path(problem)
+    # The branches of a union complain one by one about the same key.
+    wishes = dict.fromkeys(_wish(other["msg"]) for other in reversed(problems) if _key_path(other) == path)
+    where = ""
+    if path[:1] == ["plan"] and path[1:] and path[1].isdigit():  # in a schedule: entry, then 1, the plan of the pair
+        where = f" from step {tree['plan'][int(path[1])][0]} on"
+        path = ["plan", *path[3:]]
     if _is_unknown(problem):
         return _unknown_key(path)
     key = ".".join(path)
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}." if key else f"{problem['ctx']['error']}."
-    # The branches of a union complain one by one about the same key.
-    wishes = dict.fromkeys(_wish(other["msg"]) for other in reversed(problems) if _key_path(other) == path)
-    return f"`{key}` is {problem['input']!r}: {' or '.join(wishes)}."
+    return f"`{key}`{where} is {problem['input']!r}: {' or '.join(wishes)}."
 
 
 def _is_unknown(problem: Mapping[str, Any]) -> bool:
@@ -151,7 +161,7 @@ def _is_unknown(problem: Mapping[str, Any]) -> bool:
 
 def _key_path(problem: Mapping[str, Any]) -> list[str]:
     """Return the keys to a problem; pydantic also names the tried branch of a union, which is no key of ours."""
-    tags = ("literal[", "dict[", "constrained-int", "function-")
+    tags = ("literal[", "dict[", "tuple[", "constrained-int", "function-")
     return [str(part) for part in problem["loc"] if part != "[key]" and not str(part).startswith(tags)]
 
 

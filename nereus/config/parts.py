@@ -224,22 +224,3 @@ class StagingConfig(Part):
     lease_s: float = Field(
         30.0, ge=1, le=3600, description="Silence after which a driver on another host counts as dead, in seconds."
     )
-
-
-class PlanEntry(Part):
-    """Where one model-stage runs."""
-
-    dp: int = Field(1, gt=0, description="Replicas.")
-    tp: int = Field(1, gt=0, description="Tensor-parallel degree of a replica.")
-    pp: int = Field(1, gt=0, description="Pipeline stages of a replica.")
-    devices: tuple[int, ...] | None = Field(
-        None, description="dp * tp * pp device ids: replica, then pipeline stage, then tp rank; empty: from 0 on."
-    )
-    micro_batch: Annotated[int, Field(gt=0)] | None = Field(
-        None, description="Most samples in one packed micro-batch of one replica; empty: ppo.micro_batch."
-    )
-    recompute: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
-
-
-ModelStageName = Literal["actor.generation", "actor.training", "critic.training", "reference.inference",
-                         "reward.inference"]  # fmt: skip

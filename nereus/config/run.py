@@ -1,24 +1,23 @@
 """The whole run config."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from nereus.config.parts import (
     ClusterConfig,
     DataConfig,
     ModelConfig,
-    ModelStageName,
     OptionalModelConfig,
     OptionalText,
     Part,
-    PlanEntry,
     PPOConfig,
     RewardConfig,
     RolloutConfig,
     StagingConfig,
     TinyConfig,
 )
+from nereus.config.plan_parts import OnePlan, PlanSchedule, check_plan_form
 
 
 class RunConfig(Part):
@@ -42,8 +41,15 @@ class RunConfig(Part):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of everything that is drawn.")
     run_dir: OptionalText = Field(None, description="Directory or URI that holds all of the run; empty: runs/<run id>.")
     cluster: ClusterConfig = Field(ClusterConfig(), description="The devices.")
-    plan: Literal["auto"] | dict[ModelStageName, PlanEntry] = Field(
-        "auto", description="`auto`, or where each model-stage runs."
+    plan: Annotated[OnePlan | PlanSchedule, BeforeValidator(check_plan_form)] = Field(
+        "auto",
+        description="`auto`, or where each model-stage runs; or a schedule [[0, plan], [4, plan], ...] of plans, each "
+        "from its step on.",
+    )
+    transport: Literal["auto", "direct", "staged"] = Field(
+        "auto",
+        description="How state moves when the plan changes: `direct` between workers, `staged` through storage; "
+        "`auto` takes the faster one that memory allows.",
     )
     staging: StagingConfig = Field(StagingConfig(), description="Commits that the run can be resumed from.")
     tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Trackers fed with the metrics.")

@@ -13,18 +13,19 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from nereus.cluster import local_cluster
 from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
-from nereus.cost.memory import Workload, check_memory
+from nereus.cost.memory import Workload
 from nereus.data import PromptTokens, encode_prompts, read_prompts
 from nereus.limits import REMOTE_STAGING_BUFFER_BYTES, STAGING_BUFFER_BYTES
 from nereus.model.checkpoint import check_checkpoint, has_value_head, read_spec
 from nereus.model.spec import Head, ModelSpec
 from nereus.model.tokens import fetch_tokenizer, read_eos_ids
 from nereus.plan import Plan
-from nereus.planner import plan_auto, resolve_plan
 from nereus.rewards import load_reward_function
 from nereus.runtime.run_dir import RunDir
+from nereus.runtime.schedule import Schedule, plan_at, resolve_schedule
 from nereus.runtime.sources import ModelSource
 from nereus.tracking import check_trackers
+from nereus.transition.memory import TransitionMemory
 from storage.errors import refuse_credentials
 from storage.urls import local_path, open_filesystem
 from storage.writable import check_writable
@@ -32,11 +33,19 @@ from storage.writable import check_writable
 
 @dataclass(frozen=True)
 class Job:
-    """A checked config with all that it names: models, plan, prompts and tokenizers."""
+    """A checked config with all that it names: models, plans, prompts and tokenizers.
+
+    Attributes:
+        plan: with which the session begins: at step 0, or at the step that a resumed run goes on from.
+        schedule: all plans of the run with the step from which each holds, the first from step 0 on; at least one.
+        transition_memory: what a move from one of them to another may use.
+    """
 
     config: RunConfig
     sources: Mapping[str, ModelSource]
     plan: Plan
+    schedule: Schedule
+    transition_memory: TransitionMemory
     prompts: list[PromptTokens]
     tokenizer: Any
     tokenizer_path: str
@@ -48,6 +57,14 @@ class Job:
     @property
     def specs(self) -> dict[str, ModelSpec]:
         return {name: source.spec for name, source in self.sources.items()}
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan that holds from the start of a step."""
+        return plan_at(self.schedule, step)
+
+    def begin_at(self, step: int) -> Job:
+        """Return the job of a session that goes on at a step."""
+        return replace(self, plan=self.plan_at(step))
 
 
 def check_job(config: RunConfig) -> None:
@@ -65,8 +82,11 @@ def check_job(config: RunConfig) -> None:
         logging.disable(before)
 
 
-def prepare_job(config: RunConfig) -> Job:
+def prepare_job(config: RunConfig, *, first_step: int = 0) -> Job:
     """Check a config against the world and return the job.
+
+    Args:
+        first_step: at which it begins or goes on; plans that held only before it needn't fit any more.
 
     Raises:
         ValueError: something that the config names is missing, broken or doesn't fit; one sentence with the mend.
@@ -98,10 +118,15 @@ def prepare_job(config: RunConfig) -> Job:
         staging_buffer_bytes=REMOTE_STAGING_BUFFER_BYTES if _stages_remotely(config) else STAGING_BUFFER_BYTES,
     )
     capacities = _capacities(config)
+    specs = {name: source.spec for name, source in sources.items()}
+    memory = TransitionMemory.of(specs, workload, config.precision, capacities)
+    schedule = resolve_schedule(config, memory, capacities, first_step=first_step)
     return Job(
         config=config,
         sources=sources,
-        plan=_plan(config, {name: source.spec for name, source in sources.items()}, workload, capacities),
+        plan=plan_at(schedule, first_step),
+        schedule=schedule,
+        transition_memory=memory,
         prompts=prompts,
         tokenizer=tokenizer,
         tokenizer_path=tokenizer_path,
@@ -249,13 +274,3 @@ def _check_places(config: RunConfig) -> None:
                 f"{field}: {url} lies in the memory of one process, and a run has several; "
                 "choose a directory or an object store."
             )
-
-
-def _plan(config: RunConfig, specs: Mapping[str, ModelSpec], workload: Workload, capacities: Mapping[int, int]) -> Plan:
-    micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
-    if config.plan == "auto":
-        return plan_auto(specs, capacities, workload, config.precision, micro_batch=micro_batch)
-    entries: dict[str, dict[str, Any]] = {str(name): entry.model_dump() for name, entry in config.plan.items()}
-    plan = resolve_plan(entries, specs, capacities, workload, config.precision, micro_batch=micro_batch)
-    check_memory(plan, specs, workload, config.precision, capacities)
-    return plan

@@ -13,7 +13,7 @@ from typing import Any
 
 from nereus.commits import Commit, live_commits
 from nereus.config import RunConfig
-from nereus.resume import RecordedRun, check_resume, compute_identity, fit_plan, read_recorded, staging_root
+from nereus.resume import RecordedRun, check_resume, compute_identity, fit_plan, next_step, read_recorded, staging_root
 from nereus.runtime.job import Job, prepare_job
 from nereus.runtime.run_dir import RunDir
 from storage.errors import hide_credentials
@@ -128,10 +128,10 @@ def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id:
     identity = compute_identity(config)
     check_resume(recorded.config, recorded.identity, config, identity)
     config = config.model_copy(update={"run_dir": url})  # recorded as it is: its plan may fit again another time
-    fitting, note = fit_plan(recorded.config, config)
+    fitting, note = fit_plan(recorded, config)
     if note is not None:
         logger.warning(note)
-    job, run_dir = prepare_job(fitting), RunDir(url)
+    job, run_dir = prepare_job(fitting, first_step=recorded.next_step), RunDir(url)
     newest = next(entry for entry in reversed(recorded.entries) if entry.kind == "take_over")
     claim = newest.body.get("staging_claim", "")
     body = _take_over_body(recorded.run_id, flow_run_id, config, identity, claim)
@@ -140,6 +140,7 @@ def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id:
     except OSError as error:
         raise run_dir.unusable("written", error) from error
     commits = live_commits(owner.journal.entries())
+    job = job.begin_at(next_step(commits))  # another driver may have got further in the meantime
     run = OpenRun(recorded.run_id, job, identity, run_dir, owner, _absolute(staging_root(config)), commits)
     with ExitStack() as undo:
         undo.callback(run.undo)

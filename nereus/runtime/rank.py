@@ -20,6 +20,7 @@ from nereus.runtime.communicator import Communicator
 from nereus.runtime.generation import Request, Response, Sampling, generate
 from nereus.runtime.inference import InferenceWork, infer_logprobs, infer_scores, infer_values
 from nereus.runtime.links import Links, connect_links
+from nereus.runtime.probe_work import ProbeOrder, ProbeResult, probe
 from nereus.runtime.rank_state import Counters, Restored, ShardWorks, StagedUnit
 from nereus.runtime.training import TrainingStats, TrainingUnit, TrainingWork
 from nereus.runtime.transition_orders import BuildOrder
@@ -173,6 +174,10 @@ class Rank:
         stats = unit.training.train(work, learning_rate)
         unit.links.replica.trim()
         return stats
+
+    def probe(self, order: ProbeOrder) -> ProbeResult:
+        """Measure how fast this device moves bytes."""
+        return probe(order, self.context)
 
     # Staged state
 

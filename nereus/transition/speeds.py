@@ -16,6 +16,7 @@ class Speeds:
     Attributes:
         node_of: by device id.
         near: of a device to others of its node; `far`: of a node to all others; `write`, `read`: of a node to storage.
+        near_both: as `near`, each way, while a device sends and receives at once; None: just as fast.
         copy_bytes_s: inside a device.
         setup_s: of a communicator, for each message that its set-up is long.
         verify_bytes_s: of a device that sums up its state.
@@ -31,6 +32,7 @@ class Speeds:
     setup_s: float = 0.0
     verify_bytes_s: float = float("inf")
     commit_s: float = 0.0
+    near_both: Link | None = None
 
     @classmethod
     def of(cls, cluster: Cluster, efficiencies: Efficiencies) -> Speeds:

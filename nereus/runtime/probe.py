@@ -1,0 +1,86 @@
+"""A short look, on running workers, at how fast this machine moves the bytes of a transition."""
+
+from __future__ import annotations
+
+import statistics
+import uuid
+from collections.abc import Sequence
+
+from nereus.cluster import Link
+from nereus.runtime.engine import Engine, run_command
+from nereus.runtime.model_stages import next_epoch
+from nereus.runtime.probe_work import ProbeOrder, ProbeResult
+from nereus.transition.assign import one_node
+from nereus.transition.speeds import Speeds
+from storage.urls import join_url
+
+# Storage that hangs is given up after this long; then the transition is priced with what it did until then.
+STORAGE_LIMIT_S = 2.0
+_LEAST_BYTES_S = 1e3
+
+
+def measure_speeds(
+    engine: Engine,
+    devices: Sequence[int],
+    staging_root: str,
+    *,
+    device_type: str,
+    same_host: bool = True,
+    storage_limit_s: float = STORAGE_LIMIT_S,
+) -> Speeds:
+    """Return what the workers of these devices reach, each way, while all of them move bytes; in a few hundred ms.
+
+    Args:
+        engine: with running workers whose service has the command `probe`.
+        staging_root: where staged state is written; nothing stays there.
+        device_type: of the workers, "cpu" or "cuda".
+        same_host: False measures links as between hosts, without shared memory.
+        storage_limit_s: most seconds for storage.
+
+    Raises:
+        CommandError: a worker was lost or failed. Slow or broken storage is no failure, only slow.
+    """
+    assert device_type in ("cpu", "cuda"), device_type
+    ranks, epoch, name = tuple(sorted(devices)), next_epoch(), f"probe-{uuid.uuid4().hex}"
+    orders = {
+        device: ProbeOrder(ranks, epoch, join_url(staging_root, f"{name}-{device}"), storage_limit_s, same_host)
+        for device in ranks
+    }
+    kwargs = {device: {"order": order} for device, order in orders.items()}
+    return combine(list(run_command(engine, "probe", kwargs, label="probe", step=None).values()))
+
+
+def combine(results: Sequence[ProbeResult]) -> Speeds:
+    """Return the speeds of one node from what its devices have measured at the same time.
+
+    The slowest device counts, since it decides when a transition is done; storage is shared by all of them.
+    """
+    copy, verify = _slowest([r.copy for r in results]), _slowest([r.verify for r in results])
+    one_way = [r.one_way for r in results if r.one_way is not None]
+    both_ways = [r.both_ways for r in results if r.both_ways is not None]
+    near = _slowest(one_way) if one_way else copy
+    near_both = _slowest(both_ways) if both_ways else copy
+    return Speeds(
+        node_of=one_node,
+        near=near,
+        near_both=near_both,
+        far=near,
+        write=_shared([r.storage.write for r in results]),
+        read=_shared([r.storage.read for r in results]),
+        copy_bytes_s=copy.bandwidth_bytes_s,
+        setup_s=max(r.setup_s for r in results),
+        verify_bytes_s=verify.bandwidth_bytes_s,
+        commit_s=statistics.median(r.storage.record_s for r in results),
+    )
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    return Link(
+        max(_LEAST_BYTES_S, min(link.bandwidth_bytes_s for link in links)), max(link.latency_s for link in links)
+    )
+
+
+def _shared(links: Sequence[Link]) -> Link:
+    """Return the link of a node from what its devices have had of it at the same time."""
+    slowest = _slowest(links)
+    return Link(slowest.bandwidth_bytes_s * len(links), slowest.latency_s)

@@ -1,0 +1,147 @@
+"""How fast staged state is written and read at a place, within a time limit: a few MiB by the shards' own code."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nereus.cluster import Link
+from nereus.limits import REMOTE_SHARDS_IN_FLIGHT, RESTORE_BUFFER_BYTES, SHARDS_IN_FLIGHT
+from storage.exclusive import create_exclusively
+from storage.shard_record import ShardRecord
+from storage.shard_writer import ShardWriter
+from storage.slices import TensorSlice, whole
+from storage.small_files import list_names, remove_files, remove_folder
+from storage.state_reader import StateReader
+from storage.urls import join_url, local_path
+
+T = TypeVar("T")
+
+_GROUP = "probe"
+_REPEATS = 3
+# A place where one turn takes longer than this is measured once.
+_ENOUGH_S = 0.1
+_SMALL = torch.ones(16)
+
+
+@dataclass(frozen=True)
+class StorageSpeeds:
+    """Of one device. A message is a shard, or a call of the reader; `record_s` is for a small file created whole."""
+
+    write: Link
+    read: Link
+    record_s: float
+
+
+def probe_storage(folder: str, tensors: Sequence[Tensor], limit_s: float) -> StorageSpeeds:
+    """Write and read shards in a new folder and remove it.
+
+    It ends after `limit_s` seconds at most, whatever the place does: what has not ended by then (or has failed) counts
+    as if it had taken all that time. What hangs is removed by a thread that stays behind.
+    """
+    turns = _Turns(folder, [tensor.cpu() for tensor in tensors])
+    began = time.perf_counter()
+    thread = threading.Thread(target=turns.run, name="storage-probe", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    passed = limit_s if thread.is_alive() else time.perf_counter() - began
+    return turns.speeds(max(passed, 1e-6) if not turns.failed else limit_s)
+
+
+class _Turns:
+    """What a thread does at the place, and how long each part took so far."""
+
+    def __init__(self, folder: str, tensors: Sequence[Tensor]) -> None:
+        streams = SHARDS_IN_FLIGHT if local_path(folder) is not None else REMOTE_SHARDS_IN_FLIGHT
+        self._folder = folder
+        self._shards = [tensors[number % len(tensors)] for number in range(streams)]
+        self._seconds: dict[str, list[float]] = {}
+        self.failed = False
+
+    def run(self) -> None:
+        try:
+            for turn in range(_REPEATS):
+                begun = time.perf_counter()
+                self._turn(turn)
+                if time.perf_counter() - begun > _ENOUGH_S:
+                    break
+        except Exception:  # every store has errors of its own; that this place is of no use is all that matters here
+            self.failed = True
+        finally:
+            with contextlib.suppress(Exception):
+                remove_files([join_url(self._folder, name) for name in list_names(self._folder)])
+                remove_folder(self._folder)
+
+    def _turn(self, turn: int) -> None:
+        name = f"{turn}.json"
+        self._time("record", lambda: create_exclusively(join_url(self._folder, name), b"{}"))
+        small = self._time("small write", lambda: _write(self._folder, f"small-{turn}", [_SMALL]))
+        self._time("small read", lambda: _read(self._folder, small, [_SMALL]))
+        large = self._time("write", lambda: _write(self._folder, f"large-{turn}", self._shards))
+        self._time("read", lambda: _read(self._folder, large, self._shards))
+
+    def _time(self, part: str, call: Callable[[], T]) -> T:
+        begun = time.perf_counter()
+        result = call()
+        self._seconds.setdefault(part, []).append(time.perf_counter() - begun)
+        return result
+
+    def speeds(self, limit_s: float) -> StorageSpeeds:
+        """Return what is known; what isn't took `limit_s`."""
+        seconds = {part: statistics.median(found) for part, found in self._seconds.copy().items() if found}
+        num_bytes = sum(tensor.nbytes for tensor in self._shards)
+
+        def link(part: str) -> Link:
+            whole_s = seconds.get(part, limit_s)
+            small_s = min(seconds.get(f"small {part}", limit_s), whole_s / 2)
+            return Link(num_bytes / max(whole_s - small_s, 1e-9), small_s)
+
+        return StorageSpeeds(link("write"), link("read"), seconds.get("record", limit_s))
+
+
+def _write(folder: str, name: str, tensors: Sequence[Tensor]) -> list[ShardRecord]:
+    """Write a shard of each tensor, all at the same time."""
+    records: list[ShardRecord | Exception] = []
+
+    def write(number: int, tensor: Tensor) -> None:
+        try:
+            writer = ShardWriter(folder, group=_GROUP, file=f"{name}-{number}.safetensors")
+            part = _part(number, tensor)
+            writer.add(part, part.sizes, tensor)
+            records.append(writer.finish_shard())
+        except Exception as error:
+            records.append(error)
+
+    threads = [threading.Thread(target=write, args=(n, tensor), daemon=True) for n, tensor in enumerate(tensors)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for record in records:
+        if isinstance(record, Exception):
+            raise record
+    return [record for record in records if isinstance(record, ShardRecord)]
+
+
+def _read(folder: str, records: Sequence[ShardRecord], tensors: Sequence[Tensor]) -> None:
+    """Read the shards of `_write` into new memory."""
+    wanted = [(_part(number, tensor), torch.empty_like(tensor)) for number, tensor in enumerate(tensors)]
+    reader = StateReader(folder, _GROUP, wanted, buffer_bytes=RESTORE_BUFFER_BYTES)
+    try:
+        for record in records:
+            reader.feed(record)
+        reader.finish()
+    finally:
+        reader.close()
+
+
+def _part(number: int, tensor: Tensor) -> TensorSlice:
+    return whole(f"tensor{number}", tuple(tensor.shape))

@@ -1,0 +1,207 @@
+"""A worker's part of the start-up probe: how fast its memory, its links and its storage move a few MiB.
+
+Nothing is warm here that isn't in a transition: copies go to new memory, as into tensors that were just made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nereus.cluster import Link
+from nereus.runtime.communicator import Communicator
+from nereus.runtime.probe_storage import StorageSpeeds, probe_storage
+from nereus.runtime.worker import WorkerContext, trim_heap
+from nereus.transition.moves import setup_messages
+from storage.checksums import PieceHash
+from storage.slices import whole
+from storage.tensor_bytes import byte_blocks
+
+_SHAPE = (1024, 1024)  # float32: 4 MiB, about as large as a layer's matrices
+_NUM_TENSORS = 3
+_SMALL_SHAPE = (64,)  # a norm's weight
+_NUM_SMALL = 50
+_REPEATS = 5
+_CONNECTS = 3
+# What takes longer than this isn't measured again.
+_ENOUGH_S = 0.1
+
+
+@dataclass(frozen=True)
+class ProbeOrder:
+    """What a device is to measure.
+
+    Attributes:
+        devices: all that take part at the same time, ascending: the ranks of its communicators.
+        epoch: of these communicators.
+        folder: one for this device alone, any fsspec URL; it doesn't exist before, nor afterwards.
+        limit_s: for storage; what isn't done by then counts as if it ended then.
+        same_host: whether shared memory may join the devices.
+    """
+
+    devices: tuple[int, ...]
+    epoch: int
+    folder: str
+    limit_s: float
+    same_host: bool = True
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What one device has measured while all others did the same.
+
+    Attributes:
+        copy: inside the device, into new memory; a message is a tensor.
+        verify: summing up; a message is a piece.
+        one_way: None without another device.
+        both_ways: each way, while all send and receive at once.
+        setup_s: for each message that the set-up of a communicator is long.
+    """
+
+    copy: Link
+    verify: Link
+    one_way: Link | None
+    both_ways: Link | None
+    setup_s: float
+    storage: StorageSpeeds
+
+
+def probe(order: ProbeOrder, context: WorkerContext) -> ProbeResult:
+    """Measure, all devices of the order at the same time, since a transition uses all of them at once.
+
+    Raises:
+        CommunicatorError: a peer is gone.
+    """
+    communicators: list[Communicator] = []
+    connect_s: list[float] = []
+    try:
+        for number in range(_CONNECTS):
+            begun = time.perf_counter()
+            communicators.append(_connect(order, context, number))
+            connect_s.append(time.perf_counter() - begun)
+        bench = _Bench(communicators[0], context.torch_device)
+        messages = setup_messages(len(order.devices))
+        copy, verify = bench.copy(), bench.verify()
+        has_peer = len(order.devices) > 1
+        one_way, both_ways = (bench.link(both=False), bench.link(both=True)) if has_peer else (None, None)
+        communicators[0].barrier()
+        storage = probe_storage(order.folder, bench.tensors, order.limit_s)
+        return ProbeResult(
+            copy, verify, one_way, both_ways, statistics.median(connect_s) / messages if messages else 0.0, storage
+        )
+    finally:
+        for communicator in communicators:
+            communicator.close()
+
+
+def _connect(order: ProbeOrder, context: WorkerContext, number: int) -> Communicator:
+    return Communicator.connect(
+        store_address=context.store_address,
+        name=f"probe/{number}",
+        epoch=order.epoch,
+        rank=order.devices.index(context.device),
+        size=len(order.devices),
+        torch_device=context.torch_device,
+        abort=context.abort,
+        same_host=order.same_host,
+    )
+
+
+class _Bench:
+    """Some tensors, and what moving them takes; every call begins on all ranks at the same time."""
+
+    def __init__(self, communicator: Communicator, torch_device: torch.device) -> None:
+        self._communicator, self._torch_device = communicator, torch_device
+        self.tensors = [torch.ones(_SHAPE, device=torch_device) for _ in range(_NUM_TENSORS)]
+        self._small = [torch.ones(_SMALL_SHAPE, device=torch_device) for _ in range(_NUM_SMALL)]
+        self._num_bytes = sum(tensor.nbytes for tensor in self.tensors)
+
+    def copy(self) -> Link:
+        """Return the link from a device to itself."""
+        return self._link(lambda tensors: [torch.empty_like(tensor).copy_(tensor) for tensor in tensors])
+
+    def verify(self) -> Link:
+        """Return the rate of checksums, by pieces."""
+        buffer = torch.empty(2**19, dtype=torch.uint8)
+
+        def sum_up(tensors: list[Tensor]) -> int:
+            total = 0
+            for tensor in tensors:
+                part = whole("tensor", tuple(tensor.shape))
+                digest = PieceHash(part, part.sizes)
+                for block in byte_blocks(tensor, buffer):
+                    digest.update(block)
+                total += int(digest.hexdigest(), 16)
+            return total
+
+        return self._link(sum_up)
+
+    def link(self, *, both: bool) -> Link:
+        """Return the link to the next rank: all send and receive, or every other one sends to its neighbour."""
+        rank, size = self._communicator.rank, self._communicator.size
+        if both:
+            target, source = (rank + 1) % size, (rank - 1) % size
+        else:
+            target = rank + 1 if rank % 2 == 0 and rank + 1 < size else -1
+            source = rank - 1 if rank % 2 else -1
+        received = [torch.empty_like(tensor) for tensor in (*self.tensors, self._small[0])]
+
+        def exchange(tensors: list[Tensor]) -> None:
+            pending = []
+            for tensor, into in zip(tensors, received if len(tensors) > 1 else received[-1:], strict=False):
+                if source >= 0:
+                    pending.append(self._communicator.recv(into, source))
+                if target >= 0:
+                    pending.append(self._communicator.send(tensor, target))
+            for transfer in pending:
+                transfer.wait()
+            self._synchronize()
+
+        large_s = self._median_s(lambda: exchange(self.tensors))
+        small_s = self._median_s(lambda: exchange(self._small[:1]))
+        self._communicator.trim()
+        return _link_of(self._num_bytes, large_s, small_s, num_messages=len(self.tensors))
+
+    def _link(self, work: Callable[[list[Tensor]], object]) -> Link:
+        large_s = self._median_s(lambda: work(self.tensors), trim=True)
+        small_s = self._median_s(lambda: work(self._small)) / len(self._small)
+        return _link_of(self._num_bytes, large_s, small_s, num_messages=len(self.tensors))
+
+    def _median_s(self, call: Callable[[], object], *, trim: bool = False) -> float:
+        """Return the median seconds of some calls, after one to warm up; of that one where it took long on any rank.
+
+        Args:
+            trim: each call finds only new memory.
+        """
+        first = torch.tensor([self._time_s(call, trim=trim)], dtype=torch.float64, device=self._torch_device)
+        self._communicator.all_reduce(first, "max")
+        if float(first) > _ENOUGH_S:
+            return float(first)
+        return statistics.median(self._time_s(call, trim=trim) for _ in range(_REPEATS))
+
+    def _time_s(self, call: Callable[[], object], *, trim: bool) -> float:
+        if trim:
+            trim_heap()
+        self._synchronize()
+        self._communicator.barrier()
+        begun = time.perf_counter()
+        kept = call()
+        self._synchronize()
+        seconds = time.perf_counter() - begun
+        del kept
+        return seconds
+
+    def _synchronize(self) -> None:
+        if self._torch_device.type == "cuda":
+            torch.cuda.synchronize(self._torch_device)
+
+
+def _link_of(num_bytes: int, seconds: float, small_s: float, *, num_messages: int) -> Link:
+    """Return the link on which some large messages take `seconds` in all, and a small one `small_s`."""
+    small_s = min(small_s, seconds / num_messages / 2)
+    return Link(num_bytes / max(1e-9, seconds - num_messages * small_s), small_s)

@@ -84,8 +84,8 @@ class _Turns:
         name = f"{turn}.json"
         self._time("record", lambda: create_exclusively(join_url(self._folder, name), b"{}"))
         small = self._time("small write", lambda: _write(self._folder, f"small-{turn}", [_SMALL]))
-        self._time("small read", lambda: _read(self._folder, small, [_SMALL]))
         large = self._time("write", lambda: _write(self._folder, f"large-{turn}", self._shards))
+        self._time("small read", lambda: _read(self._folder, small, [_SMALL]))
         self._time("read", lambda: _read(self._folder, large, self._shards))
 
     def _time(self, part: str, call: Callable[[], T]) -> T:

@@ -1,0 +1,28 @@
+"""A worker whose messages take long to leave."""
+
+from __future__ import annotations
+
+import time
+from unittest.mock import patch
+
+from torch import Tensor
+
+from nereus.runtime.communicator import Communicator, Pending
+from nereus.runtime.probe_work import ProbeOrder, ProbeResult
+from nereus.runtime.rank import Rank
+
+SEND_S = 0.05
+
+
+class SlowLinks(Rank):
+    """The real worker on a slow network."""
+
+    def probe(self, order: ProbeOrder) -> ProbeResult:
+        send = Communicator.send
+
+        def slow(communicator: Communicator, tensor: Tensor, dst: int, tag: int = 0) -> Pending:
+            time.sleep(SEND_S)
+            return send(communicator, tensor, dst, tag)
+
+        with patch.object(Communicator, "send", slow):
+            return super().probe(order)

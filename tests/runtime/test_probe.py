@@ -1,0 +1,102 @@
+"""The probe leaves nothing behind, sees what is slow, and ends though storage hangs."""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from nereus.cluster import Link
+from nereus.runtime.local import LocalEngine
+from nereus.runtime.probe import measure_speeds
+from nereus.runtime.probe_storage import probe_storage
+from nereus.transition.speeds import Speeds
+from storage.shard_record import ShardRecord
+from storage.shard_writer import ShardWriter
+from storage.state_reader import StateReader
+from tests.runtime.slow_links import SEND_S
+
+TENSORS = [torch.ones(256, 1024)]  # 1 MiB
+
+
+def measure(root: Path, devices: Sequence[int], service: str = "nereus.runtime.rank:Rank") -> Speeds:
+    with LocalEngine(service) as engine:
+        engine.start(devices)
+        return measure_speeds(engine, devices, os.fspath(root), device_type="cpu")
+
+
+def assert_usable(speeds: Speeds) -> None:
+    for field in fields(speeds):
+        value = getattr(speeds, field.name)
+        if isinstance(value, Link):
+            assert 0 < value.bandwidth_bytes_s < 1e15 and 0 <= value.latency_s < 10, field.name
+        elif isinstance(value, float):
+            assert 0 <= value < 1e15, field.name
+    assert speeds.copy_bytes_s > 0 and speeds.verify_bytes_s > 0
+
+
+def test_speeds_of_two_workers_and_of_one(tmp_path: Path) -> None:
+    two = measure(tmp_path, [1, 0])
+    assert_usable(two)
+    assert two.setup_s > 0 and two.node_of(0) == two.node_of(1)
+    one = measure(tmp_path, [3])
+    assert_usable(one)
+    assert one.near.bandwidth_bytes_s == one.copy_bytes_s
+    assert not list(tmp_path.iterdir())
+
+
+def test_slow_links_show(tmp_path: Path) -> None:
+    speeds = measure(tmp_path, [0, 1], "tests.runtime.slow_links:SlowLinks")
+    message = 4 * 2**20
+    for link in (speeds.near, speeds.near_both):
+        assert link is not None and link.seconds(message) >= SEND_S
+    assert speeds.copy_bytes_s > message / SEND_S
+    assert speeds.read.bandwidth_bytes_s > message / SEND_S
+
+
+def test_slow_storage_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = ShardWriter.finish_shard
+
+    def slow(writer: ShardWriter) -> ShardRecord:
+        time.sleep(0.05 if writer.num_bytes < 2**20 else 0.25)
+        return finish(writer)
+
+    monkeypatch.setattr(ShardWriter, "finish_shard", slow)
+    speeds = probe_storage(os.fspath(tmp_path / "probe"), TENSORS, 10.0)
+    assert speeds.write.latency_s >= 0.05
+    assert speeds.write.seconds(2**20) >= 0.1  # two shards at the same time
+    assert speeds.read.seconds(2**20) < speeds.write.seconds(2**20)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("hanging", [ShardWriter, StateReader])
+def test_storage_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: type) -> None:
+    end, method = threading.Event(), "finish_shard" if hanging is ShardWriter else "finish"
+    original = getattr(hanging, method)
+
+    def hang(self: object) -> object:
+        assert end.wait(60)
+        return original(self)
+
+    monkeypatch.setattr(hanging, method, hang)
+    before = set(threading.enumerate())
+    begun = time.perf_counter()
+    speeds = probe_storage(os.fspath(tmp_path / "probe"), TENSORS, 0.3)
+    assert time.perf_counter() - begun < 30
+    assert speeds.read.seconds(2**20) >= 0.15
+    assert (speeds.write.seconds(2**20) >= 0.15) == (hanging is ShardWriter)
+    assert list(tmp_path.iterdir())
+    end.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_storage_that_fails_is_slow(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    speeds = probe_storage(os.fspath(tmp_path / "file" / "probe"), TENSORS, 5.0)
+    assert speeds.write.seconds(2**20) >= 2.5 and speeds.read.seconds(2**20) >= 2.5 and speeds.record_s == 5.0

@@ -2,6 +2,7 @@
 
 generate -> score | reference | log-probs | values -> advantages -> train actor | critic -> sync -> metrics -> state
             ------------ at the same time ---------                  at the same time            written beside the next
+Between two steps the plan may change: `transition`.
 """
 
 from typing import Any
@@ -29,6 +30,7 @@ from tasks.ppo import (
     train_actor,
     train_critic,
 )
+from tasks.transition import transition
 
 
 # The runner's generic type is invariant in Prefect's signature, hence the ignore.
@@ -49,8 +51,12 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
         announce(session)
         progress, staged = ProgressArtifact(session.steps), StateArtifact(session.run_dir)
         history = session.read_metrics()
-        for step in session.steps:
-            history.append(run_step(session.run_id, step))
+        while (step := session.next_step) < config.steps:
+            if session.transition_due(step):
+                transition(session.run_id, step)  # one that failed may have set the run back to its last commit
+                publish_plan(session.plan.to_record())
+                continue
+            history[step:] = [run_step(session.run_id, step)]
             progress.update(step, history[-1])
             staged.update(session.newest_state)
         summary = session.finish()

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from nereus.plan import Plan
 from nereus.progress import Event
+from nereus.report.transition import describe_change, describe_outcome
 
 _HEADINGS = ("step", "reward", "KL/token", "length", "p95", "tokens/s", "seconds")
 _WIDTHS = (7, 8, 9, 8, 7, 9, 8)
@@ -21,6 +22,7 @@ class RunView:
         self.run_dir: str | None = None  # of the run that has been opened
         self._console = console
         self._plan: Mapping[str, Any] = {}
+        self._first_step = 0
         self._live = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -44,7 +46,7 @@ class RunView:
         """Show one event."""
         if event.kind == "opened":
             self.run_dir = event.data["run_dir"]
-            first = event.data.get("first_step", 0)
+            first = self._first_step = event.data.get("first_step", 0)
             goes_on = f", goes on at step {first}" if first and event.data["steps"] else ""
             self._console.print(f"run   {self.run_dir}{goes_on}", highlight=False, soft_wrap=True)
             self._show_plan(event.data["plan"])
@@ -55,11 +57,20 @@ class RunView:
             self._live.update(self._bar, total=event.data["steps"], description="starting")
         elif event.kind == "stage":
             self._live.update(self._bar, description=f"step {event.step} · {event.data['stage']}")
+        elif event.kind == "transition":
+            self._show_transition(event.data)
         else:
             if event.data.get("plan", self._plan) != self._plan:
                 self._show_plan(event.data["plan"])
             self._console.print(_row(_format_step(event.data)), highlight=False)
-            self._live.advance(self._bar)
+            # Not one more: a failed change of the plan may have set the run back.
+            self._live.update(self._bar, completed=event.data["step"] + 1 - self._first_step)
+
+    def _show_transition(self, line: Mapping[str, Any]) -> None:
+        changes = describe_change(line["from"], line["to"])
+        self._console.print(f"plan  {changes}: {describe_outcome(line)}", highlight=False, soft_wrap=True)
+        if line["outcome"] == "committed":
+            self._plan = line["to"]
 
     def _show_plan(self, plan: Mapping[str, Any]) -> None:
         self._plan = plan

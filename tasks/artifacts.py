@@ -1,4 +1,4 @@
-"""Artifacts of a run for Prefect's UI: progress, plan table, staged state, plots. Nothing is read back from them.
+"""Artifacts of a run for Prefect's UI: progress, plan table, transitions, staged state, plots. Never read back.
 
 A view never ends the run: what can't be shown is warned of, once for each kind.
 """
@@ -19,6 +19,9 @@ from prefect.artifacts import (
 )
 
 from nereus.report.plots import draw_run_pngs
+from nereus.report.transition import describe_change, describe_outcome
+from nereus.transition.mermaid import to_mermaid
+from nereus.transition.primitives import TransitionGraph
 from storage.errors import hide_credentials
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,23 @@ def publish_plan(plan: Mapping[str, Mapping[str, Any]]) -> None:
     rows = [{"model-stage": name, **{key: str(value) for key, value in entry.items()}} for name, entry in plan.items()]
     with _as_a_view("plan"):
         create_table_artifact(rows, key="plan", description="Replicas (dp), layout (tp x pp) and devices")
+
+
+def publish_transition(
+    step: int, graph: TransitionGraph, seconds: Mapping[str, float], line: Mapping[str, Any] | None = None
+) -> None:
+    """Show the graph of a change of the plan before it begins, and again when it has ended.
+
+    Args:
+        seconds: by primitive, expected or, with `line`, measured.
+        line: its line of transitions.jsonl.
+    """
+    with _as_a_view("transition"):
+        changes, state = describe_change(graph.current.to_record(), graph.target.to_record()), "planned"
+        if line is not None:
+            state = describe_outcome(line)
+        text = f"Before step {step}: {changes}\n\n{state}\n\n```mermaid\n{to_mermaid(graph, seconds)}```\n"
+        create_markdown_artifact(text, key="transition", description=f"Plan change before step {step}: {state}")
 
 
 class ProgressArtifact:

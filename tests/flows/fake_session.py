@@ -6,24 +6,30 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from nereus.config import RunConfig
-from nereus.layout import Layout
-from nereus.plan import Plan, StagePlan
-
-STAGES = ("actor.generation", "actor.training", "critic.training", "reference.inference")
+from nereus.transition.primitives import TransitionGraph
+from tests.flows.fake_transition import FakeTransition, plan_on
 
 
 class FakeSession:
-    """Records which method ran for which step, in order; `delay_s` and `fail_at` make it slow or broken."""
+    """Records which method ran for which step, in order; `delay_s` and `fail_at` make it slow or broken.
+
+    `graphs` = what changes the plan before a step; `fail_primitive` fails; `set_back_to` is where that leads.
+    """
 
     opened: ClassVar[dict[str, "FakeSession"]] = {}
+    graphs: ClassVar[dict[int, TransitionGraph]] = {}
     delay_s: float = 0.0
     fail_at: tuple[str, int] | None = None
+    fail_primitive: str | None = None
+    set_back_to: int | None = None
 
     def __init__(self, config: RunConfig, run_id: str):
         self.run_id = run_id
         self.run_dir = config.run_dir or f"runs/{run_id}"
         self.steps = range(config.steps)
-        self.plan = Plan.of({name: StagePlan(2, Layout(1, 1), (0, 1), 4) for name in STAGES})
+        self.next_step = 0
+        self.plan = plan_on(2)
+        self.transitions: list[FakeTransition] = []
         self.calls: list[tuple[str, int]] = []
         self.flow_run_id: str | None = None
         self.resume_from: str | None = None
@@ -47,8 +53,28 @@ class FakeSession:
         if Path(self.run_dir).is_dir():
             Path(self.run_dir, "closed").touch()
 
+    def transition_due(self, step: int) -> bool:
+        return step in self.graphs and step not in [transition.step for transition in self.transitions]
+
+    def begin_transition(self, step: int) -> FakeTransition:
+        self._note("begin_transition", step)
+        self.transitions.append(FakeTransition(step, self.graphs[step], fail_at=self.fail_primitive))
+        return self.transitions[-1]
+
+    def find_transition(self) -> FakeTransition:
+        return self.transitions[-1]
+
+    def run_transition(self, submit: Any) -> dict[str, Any]:
+        line = self.transitions[-1].run(submit)
+        if line["outcome"] == "committed":
+            self.plan = self.transitions[-1].graph.target
+        elif self.set_back_to is not None:
+            self.next_step = self.set_back_to
+        return line
+
     def finish_step(self, step: int) -> dict[str, Any]:
         self._note("finish_step", step)
+        self.next_step = step + 1
         seconds = {"generation": 0.5, "training": 0.4, "orchestration": 0.1, "total": 1.0}
         return {"step": step, "reward_mean": step / 10, "reward_std": 0.1, "kl_k1": 0.01, "kl_k3": 0.01,
                 "response_tokens_mean": 10.0 + step, "response_tokens_p95": 20.0, "rollout_tokens": 320,

@@ -103,11 +103,21 @@ def default_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_in_the_middle_of_a_stage_frees_the_session(sent: signal.Signals, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("sent", "arguments", "where"),
+    [
+        (signal.SIGTERM, [], "in training"),
+        (signal.SIGINT, [], "in training"),
+        (signal.SIGTERM, ["20"], "in a primitive"),
+        (signal.SIGTERM, ["60"], "in a primitive"),
+    ],
+)
+def test_a_signal_in_the_middle_of_anything_frees_the_session(
+    sent: signal.Signals, arguments: list[str], where: str, tmp_path: Path
+):
     (tmp_path / "amber").mkdir()
     flow_process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("slow_run.py")), str(tmp_path / "amber")],
+        [sys.executable, str(Path(__file__).with_name("slow_run.py")), str(tmp_path / "amber"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -116,7 +126,7 @@ def test_a_signal_in_the_middle_of_a_stage_frees_the_session(sent: signal.Signal
     )
     try:
         assert flow_process.stdout is not None
-        assert flow_process.stdout.readline() == "in training\n"
+        assert flow_process.stdout.readline() == f"{where}\n"
         flow_process.send_signal(sent)
         output, _ = flow_process.communicate(timeout=60)
         assert "stopped" in output

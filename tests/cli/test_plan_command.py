@@ -60,6 +60,13 @@ def test_a_recipe_is_planned_on_as_many_devices_as_asked_for():
     assert set(record["best"]["memory_bytes"]) <= {"0", "1", "2"}
 
 
+def test_the_best_plan_is_another_question_than_the_schedule_of_a_config():
+    schedule = "plan=[[0, {actor.training: {dp: 2}}], [2, auto]]"
+    with_it, without = (run("plan", "tiny-cpu", *more, "--json") for more in ([schedule], []))
+    assert with_it.exit_code == 0, with_it.output
+    assert json.loads(with_it.stdout) == json.loads(without.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -3,7 +3,8 @@
 import pytest
 
 import tasks.artifacts
-from tasks.artifacts import ProgressArtifact, StateArtifact, publish_plan, publish_plots
+from tasks.artifacts import ProgressArtifact, StateArtifact, publish_plan, publish_plots, publish_transition
+from tests.flows.fake_transition import random_graph
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -17,13 +18,14 @@ def test_what_cannot_be_shown_is_warned_of_once_each(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ProgressArtifact, "MIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(StateArtifact, "MIN_INTERVAL_S", 0.0)
     publish_plan({"actor.training": {"dp": 2}})
+    publish_transition(3, random_graph(seed=0, num_primitives=2), {})
     progress, staged = ProgressArtifact(range(3)), StateArtifact("runs/amber")
     for step in range(3):
         progress.update(step, {})
         staged.update({"step": step, "url": "runs/amber/state/step-00000000-1"})
     publish_plots([])
     warned = [record.getMessage().split(" can't")[0] for record in caplog.records if record.name == "tasks.artifacts"]
-    assert warned == ["The plan", "The progress", "The staged state", "The plots"]
+    assert warned == ["The plan", "The transition", "The progress", "The staged state", "The plots"]
 
 
 def test_the_newest_state_is_shown_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch):

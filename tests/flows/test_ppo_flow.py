@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from prefect.settings import PREFECT_API_URL
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 import flows.ppo
 import tasks.ppo
@@ -82,6 +84,16 @@ def test_a_failure_in_any_stage_ends_the_run_and_frees_the_session(
 def test_parameters_as_the_ui_sends_them():
     summary = flows.ppo.train_ppo(config={"steps": 1, "run_dir": "runs/from-ui"})
     assert summary["run_dir"] == "runs/from-ui"
+
+
+def test_the_form_knows_schedules_and_their_transport():
+    schema = parameter_schema(flows.ppo.train_ppo).model_dump_for_openapi()
+    plan = {"actor.generation": {"dp": 2}}
+    for config in ({"plan": "auto"}, {"plan": plan}, {"plan": [[0, "auto"], [4, plan]], "transport": "staged"}):
+        validate({"config": config}, schema, raise_on_error=True)
+    for wrong in ({"plan": [[0, "auto", 3]]}, {"plan": [["now", "auto"]]}, {"transport": "fast"}):
+        with pytest.raises(ValidationError):
+            validate({"config": wrong}, schema, raise_on_error=True)
 
 
 def test_without_a_run_dir_the_run_has_the_id_of_the_flow_run():

@@ -20,11 +20,15 @@ from prefect.artifacts import (
 
 from nereus.report.plots import draw_run_pngs
 from nereus.report.transition import describe_change, describe_outcome
-from nereus.transition.mermaid import to_mermaid
+from nereus.transition.memory import format_bytes
+from nereus.transition.mermaid import MOST_BOXES, to_mermaid
 from nereus.transition.primitives import TransitionGraph
 from storage.errors import hide_credentials
 
 logger = logging.getLogger(__name__)
+
+# The UI draws edges in the colour of what they lie on, unless told otherwise.
+_MERMAID_EDGES = "  linkStyle default stroke:#7a8aa0\n"
 
 
 def publish_plan(plan: Mapping[str, Mapping[str, Any]]) -> None:
@@ -47,8 +51,21 @@ def publish_transition(
         changes, state = describe_change(graph.current.to_record(), graph.target.to_record()), "planned"
         if line is not None:
             state = describe_outcome(line)
-        text = f"Before step {step}: {changes}\n\n{state}\n\n```mermaid\n{to_mermaid(graph, seconds)}```\n"
+        chart = f"```mermaid\n{to_mermaid(graph, seconds)}{_MERMAID_EDGES}```"
+        text = f"Before step {step}: {changes}\n\n{state}\n\n{chart}\n\n{_primitives_table(graph, seconds)}"
         create_markdown_artifact(text, key="transition", description=f"Plan change before step {step}: {state}")
+
+
+def _primitives_table(graph: TransitionGraph, seconds: Mapping[str, float]) -> str:
+    """Return the first primitives of a graph as a table, which the UI without Mermaid shows too."""
+    rows = ["| primitive | waits for | moves | seconds |", "|---|---|---|---|"]
+    for part in graph.primitives[:MOST_BOXES]:
+        moves = f"{format_bytes(part.bytes)} {part.transport}" if part.bytes else ""
+        known = f"{seconds[part.id]:.3g}" if part.id in seconds else ""
+        waits_for = ", ".join([*part.depends_on, *(["the commit"] if part.after_commit else [])])
+        rows.append(f"| {part.id} | {waits_for} | {moves} | {known} |")
+    more = len(graph.primitives) - MOST_BOXES
+    return "\n".join(rows) + (f"\n\nand {more} more\n" if more > 0 else "\n")
 
 
 class ProgressArtifact:

@@ -150,6 +150,7 @@ def test_the_graph_is_shown_before_and_with_its_seconds_after(tmp_path: Path):
     assert len(texts) == 2 and all("```mermaid\nflowchart LR\n" in text for text in texts)
     assert "actor.training 2x1x1 on 0,1 -> 1x2x1 on 0,1" in texts[0]
     assert "0.01 s" in texts[0] and "planned" in texts[0]
+    assert "| actor.training/extend/1 | actor.generation/extend/0 | 3.00 MiB direct | 0.01 |" in texts[0]
     assert "0.25 s" in texts[1] and "12.00 MiB in 1.50 s, committed" in texts[1]
 
 

@@ -107,6 +107,8 @@ def test_a_failed_change_leaves_the_flow_running_on_the_old_plan(
     FakeSession.graphs[2] = graph = random_graph(seed=5, num_primitives=num_primitives)
     monkeypatch.setattr(FakeSession, "fail_primitive", graph.primitives[4].id)
     monkeypatch.setattr(FakeSession, "set_back_to", 1)
+    plotted: list[int] = []
+    monkeypatch.setattr(flows.ppo, "publish_plots", lambda history: plotted.extend(line["step"] for line in history))
     events: list[Event] = []
     with watch(events.append):
         flows.ppo.train_ppo(config_in(tmp_path, "steps=3"))
@@ -114,6 +116,7 @@ def test_a_failed_change_leaves_the_flow_running_on_the_old_plan(
     assert session.closed and session.plan == graph.current
     ends = [(event.kind, event.step) for event in events if event.kind in ("step", "transition")]
     assert ends == [("step", 0), ("step", 1), ("transition", 2), ("step", 1), ("step", 2)]
+    assert plotted == [0, 1, 2]
 
 
 def test_a_change_that_can_not_begin_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,9 @@ from nereus.cost.load import StepLoad
 from nereus.cost.operations import Operations
 from nereus.plan import Plan
 
+# A threshold is crossed by what is known within it: so many standard deviations hold 95% of all errors.
+SURE_DEVIATIONS = 2
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -108,7 +111,7 @@ class ControlLoop:
             response_tokens=self.load.response_tokens if known else None,
             free_memory_bytes=self._free_bytes,
             efficiency=efficiencies.efficiency,
-            unsure=frozenset(name for name, deviation in doubt.items() if deviation > most),
+            unsure=frozenset(name for name, deviation in doubt.items() if SURE_DEVIATIONS * deviation > most),
             device_factor=efficiencies.device_factor,
         )
         return Boundary(

@@ -1,0 +1,90 @@
+"""The control loop around a step: what it tells the controller of what was measured."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from nereus.catalog import cluster_preset
+from nereus.controller.controller import Settings
+from nereus.controller.decision import Boundary, StepOutcome
+from nereus.controller.loop import ControlLoop, Surroundings
+from nereus.cost.calibration import Calibration
+from nereus.cost.load import StepLoad
+from nereus.layout import Layout
+from nereus.plan import Plan, StagePlan
+
+PLAN = Plan.of({"actor.training": StagePlan(2, Layout(), (0, 1), 1)})
+
+
+class Doubtful(Calibration):
+    """A calibration that knows gemm to 9% and decode to 11%, one standard deviation each."""
+
+    def uncertainty(self) -> dict[str, float]:
+        return {"gemm": 0.09, "decode": 0.11}
+
+
+@dataclass
+class Fake:
+    """Controller, executor and predictor in one: keeps the plan, and notes every boundary."""
+
+    outcomes: list[StepOutcome]
+    boundaries: list[Boundary] = field(default_factory=list)
+    plan: Plan = PLAN
+    settings: Settings = field(default_factory=Settings)
+
+    def decide(self, boundary: Boundary, efficiencies: Any) -> None:
+        self.boundaries.append(boundary)
+
+    def note_step(self, step: int, seconds: float) -> None:
+        pass
+
+    def look(self, step: int, plan: Plan) -> Surroundings:
+        return Surroundings(cluster_preset("a100-64gb-hdr", 2))
+
+    def run_step(self, step: int, plan: Plan) -> StepOutcome:
+        return self.outcomes.pop(0)
+
+    def operations(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+    def peaks(self, *_: Any) -> dict[int, int]:
+        return {0: 100, 1: 100}
+
+
+def run(*outcomes: StepOutcome, cap_tokens: int | None = None) -> tuple[ControlLoop, list[Boundary]]:
+    fake = Fake(list(outcomes))
+    load = StepLoad(8, 1, 10, 100, 120)
+    loop = ControlLoop(fake, Doubtful(), fake, fake, load, cap_tokens)  # type: ignore[arg-type]
+    num_steps = sum(outcome.completed for outcome in outcomes)
+    assert loop.run(num_steps) is None
+    return loop, fake.boundaries
+
+
+def outcome(step: int, p95: float, **more: Any) -> StepOutcome:
+    return StepOutcome(step, 1.0, response_tokens=p95 / 1.2, response_tokens_p95=p95, **more)
+
+
+def test_an_efficiency_is_sure_when_two_deviations_are_within_its_threshold():
+    _, (boundary,) = run(outcome(0, 120))
+    assert boundary.signals.unsure == {"decode"}
+
+
+def test_memory_is_predicted_for_the_last_length_and_its_growth_once_more_up_to_the_cap():
+    outcomes = [outcome(0, 120), outcome(1, 180), outcome(2, 150), outcome(3, 150)]
+    assert [b.memory_tokens for b in run(*outcomes)[1]] == [120, 120, 240, 150]
+    assert [b.memory_tokens for b in run(*outcomes, cap_tokens=200)[1]] == [120, 120, 200, 150]
+
+
+def test_a_step_that_broke_off_is_done_again_and_teaches_of_memory_only():
+    broken = StepOutcome(0, 0.5, completed=False, peak_bytes={0: 130.0})
+    loop, boundaries = run(broken, outcome(0, 120))
+    assert [boundary.step for boundary in boundaries] == [0, 0]
+    assert boundaries[1].signals.response_tokens is None
+    assert boundaries[1].memory_factor > boundaries[0].memory_factor
+    assert loop.load.response_tokens == pytest.approx(100)
+
+
+def test_responses_at_the_cap_are_warned_of_once_a_step():
+    loop, _ = run(outcome(0, 120, share_at_cap=0.2), outcome(1, 120, share_at_cap=0.9), cap_tokens=130)
+    assert [step for step, _ in loop.warnings] == [1]

@@ -9,7 +9,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long check fix bench serve deploy smollm2 slow sweep chaos
+.PHONY: help setup demo test long check fix bench serve deploy smollm2 slow sweep chaos showcase
 
 help:  ## list the entry points
 	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ sweep: setup  ## layout invariance over 200 mixed plans (long)
 
 chaos: setup  ## runs that are killed at 60 moments, on disk and S3, against undisturbed ones (half an hour)
 	NEREUS_CHAOS=60 $(BIN)/python -m pytest -m long -rs tests/chaos
+
+showcase: setup  ## every shipped scenario under every policy; renews the tables of nereus/simulator/README.md (15 minutes)
+	$(BIN)/python -m nereus.simulator.showcase
 
 smollm2: setup  ## fetch SmolLM2-135M-Instruct and convert it to safetensors
 	test -e $(SMOLLM2)/model.safetensors || $(BIN)/python -m nereus.smollm2 $(SMOLLM2)

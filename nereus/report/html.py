@@ -9,6 +9,7 @@ import yaml
 
 from nereus.report.plots import draw_run_svgs
 from nereus.report.summary import summarize
+from nereus.report.transition import describe_change, describe_outcome
 from storage.errors import hide_credentials
 from storage.records import read_records
 from storage.small_files import file_exists, read_file, replace_file
@@ -41,7 +42,8 @@ def write_report(run_dir: str) -> str:
     path = f"{run_dir}/report.html"
     doing = "read"
     try:
-        page = render_report(run_dir.rsplit("/", 1)[-1], _read_config(run_dir), read_metrics(run_dir))
+        transitions = read_records(f"{run_dir}/transitions.jsonl")
+        page = render_report(run_dir.rsplit("/", 1)[-1], _read_config(run_dir), read_metrics(run_dir), transitions)
         doing = "written to"
         replace_file(path, page.encode())
     except ValueError:
@@ -56,8 +58,13 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     return read_records(f"{run_dir.rstrip('/')}/metrics.jsonl")
 
 
-def render_report(name: str, config: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> str:
-    """Return the page for a run's name, resolved config and metrics lines."""
+def render_report(
+    name: str,
+    config: Mapping[str, Any],
+    history: Sequence[dict[str, Any]],
+    transitions: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return the page for a run's name, resolved config, metrics lines and lines of transitions.jsonl."""
     plots = "".join(
         f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in draw_run_svgs(history)
     )
@@ -66,6 +73,7 @@ def render_report(name: str, config: Mapping[str, Any], history: Sequence[dict[s
         _cards(summarize(history)) if history else "<p>No step has ended yet.</p>",
         f"<section class=plots>{plots}</section>",
         _plan_table(history[-1].get("plan", {})) if history else "",
+        _transitions_table(transitions) if transitions else "",
         _steps_table(history) if history else "",
         "<h2>Config</h2>",
         f"<pre>{html.escape(yaml.safe_dump(dict(config), sort_keys=False))}</pre>",
@@ -117,6 +125,13 @@ def _plan_table(plan: Mapping[str, Mapping[str, Any]]) -> str:
         for name, e in plan.items()
     )
     return "<h2>Plan</h2>" + _table(["model-stage", "dp", "tp", "pp", "devices", "micro-batch", "recompute"], rows)
+
+
+def _transitions_table(transitions: Sequence[Mapping[str, Any]]) -> str:
+    rows = (
+        [str(line["step"]), describe_change(line["from"], line["to"]), describe_outcome(line)] for line in transitions
+    )
+    return "<h2>Plan changes</h2>" + _table(["before step", "dp x tp x pp", "moved"], rows)
 
 
 def _steps_table(history: Sequence[dict[str, Any]]) -> str:

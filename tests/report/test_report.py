@@ -56,6 +56,19 @@ def test_one_file_holds_everything(run_dir: Path):
         assert text in page
 
 
+def test_changes_of_the_plan_are_listed(run_dir: Path):
+    write_report(str(run_dir))
+    assert "Plan changes" not in (run_dir / "report.html").read_text()
+    old = {"actor.training": {**metrics_line(0)["plan"]["actor.training"], "recompute": False}}
+    new = {"actor.training": {**old["actor.training"], "dp": 1, "tp": 2}}
+    line = {"step": 3, "from": old, "to": new, "primitives": [], "seconds": 0.82, "bytes": 3 << 20}
+    lines = [{**line, "outcome": "rolled_back"}, {**line, "step": 4, "outcome": "committed"}]
+    (run_dir / "transitions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Path(write_report(str(run_dir))).read_text()
+    assert "<td>4</td><td>actor.training 2x1x1 on 0,1 -&gt; 1x2x1 on 0,1</td>" in page
+    assert "3.00 MiB in 0.82 s, undone: the old plan holds" in page and "3.00 MiB in 0.82 s, committed" in page
+
+
 def test_a_run_name_is_text_not_markup(run_dir: Path):
     run_dir = run_dir.rename(run_dir.with_name("<script>x"))
     assert "<script>" not in Path(write_report(str(run_dir))).read_text()

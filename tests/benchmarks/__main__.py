@@ -22,6 +22,7 @@ BENCHMARKS = {
     "weight_sync": ("--quick",),
     "ppo_step": ("--quick",),
     "staged_state": ("--quick",),
+    "transition": ("--quick",),
     "transition_graph": ("--quick",),
 }
 

@@ -30,7 +30,7 @@ class Peers:
         """Start them; they are ready when they have answered the first order.
 
         Args:
-            kind: "dcp" or "s3fs".
+            kind: "dcp", "s3fs" or "moves".
             spec: what they hold, see the classes below.
             folder: for files of ours.
             env: more environment, such as that of a store.
@@ -168,7 +168,9 @@ class S3Peer:
 
 def main(kind: str, rank: str, spec_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
-    peer = {"dcp": CheckpointPeer, "s3fs": S3Peer}[kind](int(rank), spec)
+    from tests.benchmarks.transition_peers import MovingPeer
+
+    peer = {"dcp": CheckpointPeer, "s3fs": S3Peer, "moves": MovingPeer}[kind](int(rank), spec)
     for line in sys.stdin:
         method, arguments = json.loads(line)
         reset_peak_rss()

@@ -29,6 +29,11 @@ def run(*arguments: str):
         (["run", "tiny-cpu", "steps=0"], "nereus: `steps` is 0: it must be greater than 0."),
         (["run", "tiny-cpu", "model.path=no/such"], "nereus: model folder 'no/such' does not exist"),
         (["run", "tiny-cpu", "cluster.memory_per_device=64MiB"], "nereus: plan needs"),
+        (["run", "tiny-cpu", "plan=[[2, auto]]"], "nereus: plan: the schedule begins at step 2; its first entry must"),
+        (
+            ["run", "tiny-cpu", "plan=[[0, auto], [2, {actor.training: {}}]]"],
+            "nereus: plan from step 2 on leaves out `actor.generation`; name every model-stage of the run",
+        ),
         (["report", "/nowhere"], "nereus: /nowhere holds no run"),
         (["export", "/nowhere", "out"], "nereus: /nowhere holds no finished run"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -47,15 +48,18 @@ def measure_speeds(
         for device in ranks
     }
     kwargs = {device: {"order": order} for device, order in orders.items()}
-    return combine(list(run_command(engine, "probe", kwargs, label="probe", step=None).values()))
+    begun = time.perf_counter()
+    results = list(run_command(engine, "probe", kwargs, label="probe", step=None).values())
+    passed_s = time.perf_counter() - begun
+    return combine(results, command_s=max(0.0, passed_s - max(result.seconds for result in results)))
 
 
-def combine(results: Sequence[ProbeResult]) -> Speeds:
+def combine(results: Sequence[ProbeResult], *, command_s: float) -> Speeds:
     """Return the speeds of one node from what its devices have measured at the same time.
 
     The slowest device counts, since it decides when a transition is done; storage is shared by all of them.
     """
-    copy, verify = _slowest([r.copy for r in results]), _slowest([r.verify for r in results])
+    copy, pack, verify = (_slowest([getattr(r, part) for r in results]) for part in ("copy", "pack", "verify"))
     one_way = [r.one_way for r in results if r.one_way is not None]
     both_ways = [r.both_ways for r in results if r.both_ways is not None]
     near = _slowest(one_way) if one_way else copy
@@ -69,7 +73,11 @@ def combine(results: Sequence[ProbeResult]) -> Speeds:
         read=_shared([r.storage.read for r in results]),
         copy_bytes_s=copy.bandwidth_bytes_s,
         setup_s=max(r.setup_s for r in results),
+        pack_bytes_s=pack.bandwidth_bytes_s,
+        unpack_bytes_s=copy.bandwidth_bytes_s,
         verify_bytes_s=verify.bandwidth_bytes_s,
+        verify_piece_s=verify.latency_s,
+        command_s=command_s,
         commit_s=statistics.median(r.storage.record_s for r in results),
     )
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from nereus.cluster import Link
 from nereus.runtime.communicator import Communicator
 from nereus.runtime.probe_storage import StorageSpeeds, probe_storage
-from nereus.runtime.worker import WorkerContext, trim_heap
+from nereus.runtime.worker import WorkerContext, is_out_of_memory, trim_heap
 from nereus.transition.moves import setup_messages
 from storage.checksums import PieceHash
 from storage.slices import whole
 from storage.tensor_bytes import byte_blocks
 
 _SHAPE = (1024, 1024)  # float32: 4 MiB, about as large as a layer's matrices
-_NUM_TENSORS = 3
+_NUM_TENSORS = 8  # in all more than a processor's cache has room for: a transition's tensors aren't in there either
 _SMALL_SHAPE = (64,)  # a norm's weight
 _NUM_SMALL = 50
 _REPEATS = 5
@@ -56,14 +56,18 @@ class ProbeResult:
     """What one device has measured while all others did the same.
 
     Attributes:
+        seconds: of all of it.
         copy: inside the device, into new memory; a message is a tensor.
+        pack: the same into memory that was used before.
         verify: summing up; a message is a piece.
         one_way: None without another device.
         both_ways: each way, while all send and receive at once.
         setup_s: for each message that the set-up of a communicator is long.
     """
 
+    seconds: float
     copy: Link
+    pack: Link
     verify: Link
     one_way: Link | None
     both_ways: Link | None
@@ -77,6 +81,7 @@ def probe(order: ProbeOrder, context: WorkerContext) -> ProbeResult:
     Raises:
         CommunicatorError: a peer is gone.
     """
+    started = time.perf_counter()
     communicators: list[Communicator] = []
     connect_s: list[float] = []
     try:
@@ -85,15 +90,14 @@ def probe(order: ProbeOrder, context: WorkerContext) -> ProbeResult:
             communicators.append(_connect(order, context, number))
             connect_s.append(time.perf_counter() - begun)
         bench = _Bench(communicators[0], context.torch_device)
-        messages = setup_messages(len(order.devices))
-        copy, verify = bench.copy(), bench.verify()
+        copy, pack, verify = bench.copy(), bench.pack(), bench.verify()
         has_peer = len(order.devices) > 1
         one_way, both_ways = (bench.link(both=False), bench.link(both=True)) if has_peer else (None, None)
+        setup_s = statistics.median(connect_s) / setup_messages(len(order.devices)) if has_peer else 0.0
         communicators[0].barrier()
         storage = probe_storage(order.folder, bench.tensors, order.limit_s)
-        return ProbeResult(
-            copy, verify, one_way, both_ways, statistics.median(connect_s) / messages if messages else 0.0, storage
-        )
+        seconds = time.perf_counter() - started
+        return ProbeResult(seconds, copy, pack, verify, one_way, both_ways, setup_s, storage)
     finally:
         for communicator in communicators:
             communicator.close()
@@ -117,13 +121,25 @@ class _Bench:
 
     def __init__(self, communicator: Communicator, torch_device: torch.device) -> None:
         self._communicator, self._torch_device = communicator, torch_device
-        self.tensors = [torch.ones(_SHAPE, device=torch_device) for _ in range(_NUM_TENSORS)]
+        room = torch.tensor([_room(torch_device)], device=torch_device)
+        communicator.all_reduce(room.neg_(), "max")
+        self.tensors = [torch.ones(_SHAPE, device=torch_device) for _ in range(-int(room))]
         self._small = [torch.ones(_SMALL_SHAPE, device=torch_device) for _ in range(_NUM_SMALL)]
         self._num_bytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def copy(self) -> Link:
         """Return the link from a device to itself."""
         return self._link(lambda tensors: [torch.empty_like(tensor).copy_(tensor) for tensor in tensors])
+
+    def pack(self) -> Link:
+        """Return the link from a device to buckets on it."""
+        buckets = [torch.empty_like(tensor).view(-1) for tensor in self.tensors]
+
+        def fill(tensors: list[Tensor]) -> None:
+            for index, tensor in enumerate(tensors):
+                buckets[index % len(buckets)][: tensor.numel()].copy_(tensor.view(-1))
+
+        return self._link(fill)
 
     def verify(self) -> Link:
         """Return the rate of checksums, by pieces."""
@@ -199,6 +215,21 @@ class _Bench:
     def _synchronize(self) -> None:
         if self._torch_device.type == "cuda":
             torch.cuda.synchronize(self._torch_device)
+
+
+def _room(torch_device: torch.device) -> int:
+    """Return with how many tensors all can be measured: there is room for them, for copies, and for messages."""
+    count = _NUM_TENSORS
+    while count > 1:
+        try:
+            torch.empty((3 * count, *_SHAPE), device=torch_device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            count //= 2
+        else:
+            break
+    return count
 
 
 def _link_of(num_bytes: int, seconds: float, small_s: float, *, num_messages: int) -> Link:

@@ -10,13 +10,18 @@ from nereus.transition.memory import TransitionMemory
 from nereus.transition.primitives import Primitive, TransitionGraph
 from nereus.transition.speeds import Speeds
 
+# Beside the primitives: sum up, connect, sum up again, put in force, end.
+_COMMANDS = 5
+
 
 def price_graph(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> float:
     """Return the seconds of a transition: set-up of communicators, the moves, verification and commit."""
     if not graph.primitives:
         return 0.0
     moves = max((end for _, end in schedule(graph, durations(graph, memory, speeds)).values()), default=0.0)
-    return setup_seconds(graph, speeds) + moves + verify_seconds(graph, memory, speeds) + speeds.commit_s
+    after = sum(primitive.after_commit for primitive in graph.primitives)
+    commands = (_COMMANDS + after) * speeds.command_s
+    return setup_seconds(graph, speeds) + moves + verify_seconds(graph, memory, speeds) + speeds.commit_s + commands
 
 
 def schedule(graph: TransitionGraph, seconds: Mapping[str, float]) -> dict[str, tuple[float, float]]:

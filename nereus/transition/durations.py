@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
+from nereus.layout import Layout
+from nereus.model.spec import ModelSpec, tensors
 from nereus.plan import stage_of
+from nereus.staged_state import PREFIXES, grid
 from nereus.transition.local import GENERATION, TRAINING
 from nereus.transition.memory import TransitionMemory
 from nereus.transition.moves import setup_messages
@@ -26,6 +30,10 @@ def primitive_seconds(primitive: Primitive, memory: TransitionMemory, speeds: Sp
     Senders share the load evenly; a target takes what it lacks from its own node where it can. The slowest device or
     node decides.
     """
+    return speeds.command_s + _work_seconds(primitive, memory, speeds)
+
+
+def _work_seconds(primitive: Primitive, memory: TransitionMemory, speeds: Speeds) -> float:
     if primitive.kind == "destroy" or not (primitive.bytes or primitive.makes):
         return 0.0
     if primitive.kind == "stage":
@@ -38,13 +46,25 @@ def primitive_seconds(primitive: Primitive, memory: TransitionMemory, speeds: Sp
         return copied + (speeds.read.seconds(read) if read else 0.0)
     if not primitive.bytes:
         return copied
-    senders = len({device for unit in primitive.reads for device in unit.devices})
-    sending_nodes = len({speeds.node_of(device) for unit in primitive.reads for device in unit.devices})
-    near = max(float(loads.near.max()), float(loads.near.sum()) / senders)
+    senders = sorted({device for unit in primitive.reads for device in unit.devices})
+    sending_nodes = len({speeds.node_of(device) for device in senders})
     far = max(max(loads.by_node(loads.far), default=0.0), float(loads.far.sum()) / sending_nodes)
-    near_s = speeds.near.seconds(near) if near else 0.0
     far_s = speeds.far.seconds(far) if far else 0.0
-    return copied + max(near_s, far_s)
+    return copied + max(_near_seconds(loads, senders, speeds), far_s)
+
+
+def _near_seconds(loads: _Loads, senders: list[int], speeds: Speeds) -> float:
+    """Return what the device takes that sends and receives longest, to and from others of its node."""
+    if not loads.near.any():
+        return 0.0
+    share = float(loads.near.sum()) / len(senders)
+    received = np.append(loads.near, 0.0)  # the last one only sends
+    sent = np.append(np.where(np.isin(loads.devices, senders), share, 0.0), share)
+    at_once, one_way = np.minimum(sent, received), np.abs(sent - received)
+    both, near = speeds.near_both or speeds.near, speeds.near
+    seconds = at_once / both.bandwidth_bytes_s + one_way / near.bandwidth_bytes_s
+    seconds += sent / speeds.pack_bytes_s + received / speeds.unpack_bytes_s
+    return near.latency_s + float(seconds.max())
 
 
 class _Loads:
@@ -54,6 +74,7 @@ class _Loads:
         spec, target = memory.specs[primitive.model_stage], primitive.makes[0].layout
         shared = set(primitive.shares)
         places = [(d, r) for unit in primitive.makes for r, d in enumerate(unit.devices) if d not in shared]
+        self.devices = np.array([device for device, _ in places], dtype=np.int64)
         self.nodes = np.array([node_of(device) for device, _ in places], dtype=np.int64)
         ranks = np.array([rank for _, rank in places], dtype=np.int64)
         wanted = held_elements(spec, target)[ranks]
@@ -102,12 +123,23 @@ def setup_seconds(graph: TransitionGraph, speeds: Speeds) -> float:
 
 def verify_seconds(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> float:
     """Return the seconds of summing up the state of all that changes, before and after."""
-    loads: dict[int, float] = {}
     changed = {primitive.model_stage for primitive in graph.primitives}
+    total = 0.0
     for plan in (graph.current, graph.target):
+        loads: dict[int, float] = {}
         for name in changed:
-            num_bytes = memory.wanted(name, plan[name].layout)
-            size = plan[name].layout.size
+            layout = plan[name].layout
+            seconds = memory.wanted(name, layout) / speeds.verify_bytes_s
+            seconds += num_pieces(name, memory.specs[name], layout) * speeds.verify_piece_s
             for index, device in enumerate(plan[name].devices):
-                loads[device] = loads.get(device, 0.0) + float(num_bytes[index % size])
-    return max(loads.values(), default=0.0) / speeds.verify_bytes_s
+                loads[device] = loads.get(device, 0.0) + float(seconds[index % layout.size])
+        total += max(loads.values(), default=0.0)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def num_pieces(model_stage: str, spec: ModelSpec, layout: Layout) -> float:
+    """Return about how many pieces of the checksums' grid a rank holds."""
+    infos = tensors(spec).values()
+    by_tp = sum(len(grid(info, spec.kv_heads)) / (layout.tp if info.split else 1) for info in infos)
+    return (len(PREFIXES) if stage_of(model_stage) == "training" else 1) * by_tp / layout.pp

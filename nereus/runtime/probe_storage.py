@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nereus.cluster import Link
 from nereus.limits import REMOTE_SHARDS_IN_FLIGHT, RESTORE_BUFFER_BYTES, SHARDS_IN_FLIGHT
+from nereus.runtime.worker import trim_heap
 from storage.exclusive import create_exclusively
 from storage.shard_record import ShardRecord
 from storage.shard_writer import ShardWriter
@@ -62,7 +63,7 @@ class _Turns:
     def __init__(self, folder: str, tensors: Sequence[Tensor]) -> None:
         streams = SHARDS_IN_FLIGHT if local_path(folder) is not None else REMOTE_SHARDS_IN_FLIGHT
         self._folder = folder
-        self._shards = [tensors[number % len(tensors)] for number in range(streams)]
+        self._shards = [list(tensors[number::streams]) or [tensors[0]] for number in range(streams)]
         self._seconds: dict[str, list[float]] = {}
         self.failed = False
 
@@ -83,9 +84,10 @@ class _Turns:
     def _turn(self, turn: int) -> None:
         name = f"{turn}.json"
         self._time("record", lambda: create_exclusively(join_url(self._folder, name), b"{}"))
-        small = self._time("small write", lambda: _write(self._folder, f"small-{turn}", [_SMALL]))
+        small = self._time("small write", lambda: _write(self._folder, f"small-{turn}", [[_SMALL]]))
         large = self._time("write", lambda: _write(self._folder, f"large-{turn}", self._shards))
-        self._time("small read", lambda: _read(self._folder, small, [_SMALL]))
+        trim_heap()  # what is read goes to new memory
+        self._time("small read", lambda: _read(self._folder, small, [[_SMALL]]))
         self._time("read", lambda: _read(self._folder, large, self._shards))
 
     def _time(self, part: str, call: Callable[[], T]) -> T:
@@ -97,7 +99,7 @@ class _Turns:
     def speeds(self, limit_s: float) -> StorageSpeeds:
         """Return what is known; what isn't took `limit_s`."""
         seconds = {part: statistics.median(found) for part, found in self._seconds.copy().items() if found}
-        num_bytes = sum(tensor.nbytes for tensor in self._shards)
+        num_bytes = sum(tensor.nbytes for shard in self._shards for tensor in shard)
 
         def link(part: str) -> Link:
             whole_s = seconds.get(part, limit_s)
@@ -107,20 +109,21 @@ class _Turns:
         return StorageSpeeds(link("write"), link("read"), seconds.get("record", limit_s))
 
 
-def _write(folder: str, name: str, tensors: Sequence[Tensor]) -> list[ShardRecord]:
-    """Write a shard of each tensor, all at the same time."""
+def _write(folder: str, name: str, shards: Sequence[Sequence[Tensor]]) -> list[ShardRecord]:
+    """Write some shards, all at the same time."""
     records: list[ShardRecord | Exception] = []
 
-    def write(number: int, tensor: Tensor) -> None:
+    def write(number: int, tensors: Sequence[Tensor]) -> None:
         try:
             writer = ShardWriter(folder, group=_GROUP, file=f"{name}-{number}.safetensors")
-            part = _part(number, tensor)
-            writer.add(part, part.sizes, tensor)
+            for index, tensor in enumerate(tensors):
+                part = _part(number, index, tensor)
+                writer.add(part, part.sizes, tensor)
             records.append(writer.finish_shard())
         except Exception as error:
             records.append(error)
 
-    threads = [threading.Thread(target=write, args=(n, tensor), daemon=True) for n, tensor in enumerate(tensors)]
+    threads = [threading.Thread(target=write, args=(n, tensors), daemon=True) for n, tensors in enumerate(shards)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -131,9 +134,13 @@ def _write(folder: str, name: str, tensors: Sequence[Tensor]) -> list[ShardRecor
     return [record for record in records if isinstance(record, ShardRecord)]
 
 
-def _read(folder: str, records: Sequence[ShardRecord], tensors: Sequence[Tensor]) -> None:
+def _read(folder: str, records: Sequence[ShardRecord], shards: Sequence[Sequence[Tensor]]) -> None:
     """Read the shards of `_write` into new memory."""
-    wanted = [(_part(number, tensor), torch.empty_like(tensor)) for number, tensor in enumerate(tensors)]
+    wanted = [
+        (_part(number, index, tensor), torch.empty_like(tensor))
+        for number, tensors in enumerate(shards)
+        for index, tensor in enumerate(tensors)
+    ]
     reader = StateReader(folder, _GROUP, wanted, buffer_bytes=RESTORE_BUFFER_BYTES)
     try:
         for record in records:
@@ -143,5 +150,5 @@ def _read(folder: str, records: Sequence[ShardRecord], tensors: Sequence[Tensor]
         reader.close()
 
 
-def _part(number: int, tensor: Tensor) -> TensorSlice:
-    return whole(f"tensor{number}", tuple(tensor.shape))
+def _part(number: int, index: int, tensor: Tensor) -> TensorSlice:
+    return whole(f"tensor{number}.{index}", tuple(tensor.shape))

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nereus.cluster import Link
-from nereus.runtime.communicator import Communicator
+from nereus.runtime.communicator import Communicator, Pending
 from nereus.runtime.probe_storage import StorageSpeeds, probe_storage
 from nereus.runtime.worker import WorkerContext, is_out_of_memory, trim_heap
 from nereus.transition.moves import setup_messages
@@ -26,7 +27,9 @@ _SHAPE = (1024, 1024)  # float32: 4 MiB, about as large as a layer's matrices
 _NUM_TENSORS = 8  # in all more than a processor's cache has room for: a transition's tensors aren't in there either
 _SMALL_SHAPE = (64,)  # a norm's weight
 _NUM_SMALL = 50
-_REPEATS = 5
+_REPEATS = 3
+# Messages under way at the same time, as in a transition.
+_IN_FLIGHT = 2
 _CONNECTS = 3
 # What takes longer than this isn't measured again.
 _ENOUGH_S = 0.1
@@ -65,7 +68,6 @@ class ProbeResult:
         setup_s: for each message that the set-up of a communicator is long.
     """
 
-    seconds: float
     copy: Link
     pack: Link
     verify: Link
@@ -73,6 +75,7 @@ class ProbeResult:
     both_ways: Link | None
     setup_s: float
     storage: StorageSpeeds
+    seconds: float = 0.0
 
 
 def probe(order: ProbeOrder, context: WorkerContext) -> ProbeResult:
@@ -81,26 +84,30 @@ def probe(order: ProbeOrder, context: WorkerContext) -> ProbeResult:
     Raises:
         CommunicatorError: a peer is gone.
     """
-    started = time.perf_counter()
+    begun = time.perf_counter()
     communicators: list[Communicator] = []
-    connect_s: list[float] = []
     try:
-        for number in range(_CONNECTS):
-            begun = time.perf_counter()
-            communicators.append(_connect(order, context, number))
-            connect_s.append(time.perf_counter() - begun)
-        bench = _Bench(communicators[0], context.torch_device)
-        copy, pack, verify = bench.copy(), bench.pack(), bench.verify()
-        has_peer = len(order.devices) > 1
-        one_way, both_ways = (bench.link(both=False), bench.link(both=True)) if has_peer else (None, None)
-        setup_s = statistics.median(connect_s) / setup_messages(len(order.devices)) if has_peer else 0.0
-        communicators[0].barrier()
-        storage = probe_storage(order.folder, bench.tensors, order.limit_s)
-        seconds = time.perf_counter() - started
-        return ProbeResult(seconds, copy, pack, verify, one_way, both_ways, setup_s, storage)
+        result = _measure(order, context, communicators)
     finally:
         for communicator in communicators:
             communicator.close()
+    return replace(result, seconds=time.perf_counter() - begun)
+
+
+def _measure(order: ProbeOrder, context: WorkerContext, communicators: list[Communicator]) -> ProbeResult:
+    connect_s: list[float] = []
+    for number in range(_CONNECTS):
+        begun = time.perf_counter()
+        communicators.append(_connect(order, context, number))
+        connect_s.append(time.perf_counter() - begun)
+    bench = _Bench(communicators[0], context.torch_device)
+    copy, pack, verify = bench.copy(), bench.pack(), bench.verify()
+    has_peer = len(order.devices) > 1
+    one_way, both_ways = (bench.link(both=False), bench.link(both=True)) if has_peer else (None, None)
+    setup_s = statistics.median(connect_s) / setup_messages(len(order.devices)) if has_peer else 0.0
+    communicators[0].barrier()
+    storage = probe_storage(order.folder, bench.tensors, order.limit_s)
+    return ProbeResult(copy, pack, verify, one_way, both_ways, setup_s, storage)
 
 
 def _connect(order: ProbeOrder, context: WorkerContext, number: int) -> Communicator:
@@ -165,18 +172,19 @@ class _Bench:
         else:
             target = rank + 1 if rank % 2 == 0 and rank + 1 < size else -1
             source = rank - 1 if rank % 2 else -1
-        received = [torch.empty_like(tensor) for tensor in (*self.tensors, self._small[0])]
+        received = [torch.empty_like(tensor) for tensor in self.tensors]
 
         def exchange(tensors: list[Tensor]) -> None:
-            pending = []
-            for tensor, into in zip(tensors, received if len(tensors) > 1 else received[-1:], strict=False):
-                if source >= 0:
-                    pending.append(self._communicator.recv(into, source))
-                if target >= 0:
-                    pending.append(self._communicator.send(tensor, target))
-            for transfer in pending:
-                transfer.wait()
-            self._synchronize()
+            in_flight: deque[list[Pending]] = deque()
+            for tensor, into in zip(tensors, received, strict=False):
+                into = into.view(-1)[: tensor.numel()]
+                posted = [self._communicator.recv(into, source)] if source >= 0 else []
+                posted += [self._communicator.send(tensor, target)] if target >= 0 else []
+                in_flight.append(posted)
+                if len(in_flight) == _IN_FLIGHT:
+                    _wait(in_flight.popleft())
+            for posted in in_flight:
+                _wait(posted)
 
         large_s = self._median_s(lambda: exchange(self.tensors))
         small_s = self._median_s(lambda: exchange(self._small[:1]))
@@ -215,6 +223,11 @@ class _Bench:
     def _synchronize(self) -> None:
         if self._torch_device.type == "cuda":
             torch.cuda.synchronize(self._torch_device)
+
+
+def _wait(transfers: Iterable[Pending]) -> None:
+    for transfer in transfers:
+        transfer.wait()
 
 
 def _room(torch_device: torch.device) -> int:

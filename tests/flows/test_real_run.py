@@ -40,3 +40,24 @@ def test_from_a_recipe_to_a_checkpoint_that_transformers_loads_and_on(tmp_path: 
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line["plan"]["actor.training"]["devices"] for line in lines] == [[0, 1], [0, 1], [0]]
     assert CliRunner().invoke(app, ["inspect", str(run_dir), "--verify"]).exit_code == 0
+
+
+# The plan changes with step 2.
+TWO_PLANS = (
+    "plan=["
+    "[0, {actor.generation: {dp: 2}, actor.training: {tp: 2}, critic.training: {pp: 2}, reference.inference: {}}], "
+    "[2, {actor.generation: {tp: 2}, actor.training: {dp: 2}, critic.training: {}, reference.inference: {devices: [1]}}]"
+    "]"
+)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_run_that_goes_on_begins_with_the_plan_of_its_step(tmp_path: Path):
+    run_dir = tmp_path / "amber"
+    begun = CliRunner().invoke(app, ["run", "tiny-cpu", *SMALL, TWO_PLANS, "--run-dir", str(run_dir)])
+    assert begun.exit_code == 0, begun.output
+    more = CliRunner().invoke(app, ["resume", str(run_dir), "steps=3", "transport=staged"])
+    assert more.exit_code == 0, more.output
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["plan"]["actor.training"]["tp"] for line in lines] == [2, 2, 1]
+    assert not (run_dir / "transitions.jsonl").exists()  # it was built so, nothing moved

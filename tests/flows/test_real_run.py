@@ -46,8 +46,7 @@ def test_from_a_recipe_to_a_checkpoint_that_transformers_loads_and_on(tmp_path: 
 TWO_PLANS = (
     "plan=["
     "[0, {actor.generation: {dp: 2}, actor.training: {tp: 2}, critic.training: {pp: 2}, reference.inference: {}}], "
-    "[2, {actor.generation: {tp: 2}, actor.training: {dp: 2}, critic.training: {}, reference.inference: {devices: [1]}}]"
-    "]"
+    "[2, {actor.generation: {tp: 2}, actor.training: {dp: 2}, critic.training: {}, reference.inference: {dp: 2}}]]"
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from nereus.simulator.compare import Comparison, simulate
+from nereus.simulator.goals import NEEDED, PAPER_TRACES, describe_goals
 from nereus.simulator.load import list_scenarios, load_scenario
 from nereus.simulator.result import PolicyRun, saving
 from nereus.simulator.run import run_policy
@@ -17,8 +18,7 @@ from nereus.simulator.world import build_world
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- tables begin -->", "<!-- tables end -->"
-PAPER_TRACES = ("paper-trace-1", "paper-trace-2", "paper-trace-3")
-MEANS, GAMMA_SWEEP = "The three traces in the mean", "payback on paper-trace-1 by gamma"
+GOALS, MEANS, GAMMA_SWEEP = "Goals", "The three traces in the mean", "payback on paper-trace-1 by gamma"
 GAMMAS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8, 1.0)
 
 
@@ -33,6 +33,8 @@ def main(names: Sequence[str]) -> None:
     if set(PAPER_TRACES) <= set(comparisons):
         keep_section(MEANS, describe_traces(comparisons))
         keep_section(GAMMA_SWEEP, describe_gammas())
+    if set(NEEDED) <= set(comparisons):
+        keep_section(GOALS, describe_goals(comparisons))
 
 
 def keep_section(title: str, text: str) -> None:
@@ -42,7 +44,7 @@ def keep_section(title: str, text: str) -> None:
     tables, after = rest.split(END)
     sections = dict(part.split("\n", 1) for part in tables.split("### ")[1:])
     sections[title] = f"\n{text}\n\n"
-    order = [*PAPER_TRACES, MEANS, GAMMA_SWEEP, *list_scenarios()]
+    order = [GOALS, *PAPER_TRACES, MEANS, GAMMA_SWEEP, *list_scenarios()]
     ordered = [name for name in dict.fromkeys(order) if name in sections]
     body = "".join(f"### {name}\n\n{sections[name].strip()}\n\n" for name in ordered)
     README.write_text(f"{before}{BEGIN}\n\n{body}{END}{after}")

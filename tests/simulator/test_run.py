@@ -6,6 +6,7 @@ import pytest
 
 from nereus.simulator.compare import Comparison, simulate
 from nereus.simulator.executor import true_seconds
+from nereus.simulator.goals import NEEDED, describe_goals
 from nereus.simulator.run import run_policy
 from nereus.simulator.scenario import Scenario
 from nereus.simulator.true_times import TrueTimes
@@ -143,3 +144,16 @@ def test_times_of_many_plans_are_those_of_each(drifting: Comparison):
     for step in (0, 3):
         for plan, seconds in zip(plans, TrueTimes(world).of(step, plans), strict=True):
             assert seconds == pytest.approx(true_seconds(world, step, plan))
+
+
+def test_goals_are_told_with_what_comes_out(drifting: Comparison):
+    lines = describe_goals(dict.fromkeys(NEEDED, drifting)).splitlines()[2:]
+    rows = {
+        what: (goal, result, met)
+        for what, goal, result, met in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)
+    }
+    share = drifting["payback"].to_record()["transition_share"]
+    assert f"all {share:.3%}" in rows["long-run-1024: share of layout transitions"][1]
+    assert rows["all 7 scenarios: payback's steps that ran out of memory"] == ("0", "0", "yes")
+    assert rows["stuck-at-cap: warned of as a training problem"] == ("warned", "never", "NO")
+    assert rows["three traces: payback's regret to the oracle"][2] == "yes"

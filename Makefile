@@ -55,7 +55,7 @@ sweep: setup  ## layout invariance over 200 mixed plans (long)
 chaos: setup  ## runs that are killed at 60 moments, on disk and S3, against undisturbed ones (half an hour)
 	NEREUS_CHAOS=60 $(BIN)/python -m pytest -m long -rs tests/chaos
 
-showcase: setup  ## every shipped scenario under every policy; renews the tables of nereus/simulator/README.md (15 minutes)
+showcase: setup  ## every shipped scenario under every policy; renews the tables of nereus/simulator/README.md (8 minutes)
 	$(BIN)/python -m nereus.simulator.showcase
 
 smollm2: setup  ## fetch SmolLM2-135M-Instruct and convert it to safetensors

@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for case in CASES:
         print(f"  {', '.join(' -> '.join(move) for move in case.moves)} ...", flush=True)
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
             model = QUICK_MODEL if options.quick else options.model
             rows += measure(case, model, Path(folder), repeats=1 if options.quick else options.repeats)
     write_record({**head, "model": options.model, "goals": GOALS, "rows": rows}, options.json)

@@ -178,9 +178,9 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                     f"{way['price_move_error']:+.0%}",
                 ]
             )
-    columns = ["move", "way", "whole s", "moves s", "raw s / moves s", "goal", "dcp s / whole s", "goal"]
-    print_table("ours", [*columns, "price s", "off", "moves off"], lines, num_names=2)
-    columns = ["move", "GB", "between", *(f"raw {way} s" for way in RAW), "dcp tmpfs s", "dcp disk s"]
+    columns = ["move", "way", "whole", "moves", "raw/moves", "goal", "dcp/whole", "goal", "price", "off", "moves off"]
+    print_table("ours, in seconds", columns, lines, num_names=2)
+    columns = ["move", "GB", "between", *(f"raw {way}" for way in RAW), "dcp tmpfs", "dcp disk"]
     lines = [
         [
             row["move"],
@@ -191,7 +191,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         ]
         for row in rows
     ]
-    print_table("other sides", columns, lines)
+    print_table("other sides, in seconds", columns, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,45 @@
+"""What the parts of a price count: two ways at once, packing, commands, and pieces of checksums."""
+
+from dataclasses import replace
+
+import pytest
+
+from nereus.cluster import Link
+from nereus.layout import Layout
+from nereus.transition.critical_path import price_graph
+from nereus.transition.durations import durations, num_pieces, verify_seconds
+from tests.transition.cases import SPECS, stage
+from tests.transition.test_critical_path import SLOW, TRAINING, moved
+
+
+def test_two_ways_at_once_share_a_link():
+    """tp2 -> pp2: both devices send and receive; dp1 -> dp2: one sends, the other receives."""
+    half = replace(SLOW, near_both=Link(5e5, 1e-3))
+    graph, memory = moved(stage(1, 2, 1), stage(1, 1, 2), "direct")
+    reshard = graph.primitives[0]
+    fast, slow = (durations(graph, memory, speeds)[reshard.id] for speeds in (SLOW, half))
+    assert slow > 1.7 * fast
+    graph, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "direct")
+    assert durations(graph, memory, half) == durations(graph, memory, SLOW)
+
+
+def test_packing_and_laying_down_come_on_top():
+    graph, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "direct")
+    (extend,) = graph.primitives
+    state = float(memory.wanted(TRAINING, Layout())[0])
+    slower = replace(SLOW, pack_bytes_s=5e5, unpack_bytes_s=2.5e5)  # the receiver is the one that takes longer
+    assert durations(graph, memory, slower)[extend.id] == pytest.approx(1e-3 + state / 1e6 + state / 2.5e5)
+
+
+def test_every_command_counts():
+    graph, memory = moved(stage(1, 2, 1), stage(1, 1, 2), "direct")
+    assert [p.after_commit for p in graph.primitives] == [False, True]
+    price = price_graph(graph, memory, replace(SLOW, command_s=1.0))
+    assert price == pytest.approx(price_graph(graph, memory, SLOW) + 1 + 1 + 5)
+
+
+def test_every_piece_is_summed_up():
+    graph, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "direct")
+    more = verify_seconds(graph, memory, replace(SLOW, verify_piece_s=1.0)) - verify_seconds(graph, memory, SLOW)
+    assert more == pytest.approx(2 * num_pieces(TRAINING, SPECS[TRAINING], Layout()))
+    assert num_pieces(TRAINING, SPECS[TRAINING], Layout(2, 1)) < num_pieces(TRAINING, SPECS[TRAINING], Layout())

@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="SmolLM2 as a Hugging Face directory")
     parser.add_argument("--folder", default=str(OUT_DIR), help="where the disk is that dcp uses")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a small model, one turn")
     parser.add_argument("--json", default=str(OUT_DIR / "transition.json"), help="file to write the record to")
     options = parser.parse_args(arguments)

@@ -79,6 +79,8 @@ class WorkloadSource(Part):
     @field_validator("response_tokens", mode="before")
     @classmethod
     def _read_number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError(f"{value} is no length; give a number of tokens, [[step, mean], ...] or a CSV")
         # YAML takes 1e3 and nan for text, and text would be the name of a CSV.
         try:
             return float(value) if isinstance(value, str) else value

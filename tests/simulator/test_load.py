@@ -79,6 +79,7 @@ def test_the_folder_of_traces_is_named_by_the_environment(tmp_path: Path, monkey
         (["workload.response_tokens=no.csv"], "no.csv can't be read"),
         (["workload.response_tokens=[[0, -5]]"], "must be above 0"),
         (["workload.response_tokens=-5"], "`workload.response_tokens` is -5"),
+        (["workload.response_tokens=true"], "True is no length"),
         (["workload.response_tokens=nan"], "`workload.response_tokens` is nan"),
         (["workload.response_tokens=8e3"], "more than the 8192 positions of actor.generation"),
         (["workload.prompt_tokens=-1"], "`workload.prompt_tokens` is -1"),

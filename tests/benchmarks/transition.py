@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
             model = QUICK_MODEL if options.quick else options.model
             rows += measure(case, model, Path(folder), repeats=1 if options.quick else options.repeats)
-    write_record({**head, "model": options.model, "goals": GOALS, "rows": rows}, options.json)
+        write_record({**head, "model": options.model, "goals": GOALS, "rows": rows}, options.json)
     print_rows(rows)
 
 

@@ -83,14 +83,18 @@ class Engine(ABC):
     Attributes:
         store_address: host and port of a TCPStore that lives in the driver as long as the engine.
         broken: why no further command is accepted, or None.
+        generation: how often the engine has recovered; a command of an earlier one neither runs nor breaks anything.
     """
 
     store_address: tuple[str, int]
 
     def __init__(self) -> None:
         self.broken: str | None = None
+        self.generation = 0
+        self._recovered_from = ""  # why the generation before this one broke
         self._locks: dict[int, threading.Lock] = {}
         self._state_lock = threading.Lock()
+        self._break_lock = threading.RLock()  # a signal handler may interrupt the very thread that holds it
 
     @abstractmethod
     def start(self, device_ids: Sequence[int]) -> None:
@@ -124,22 +128,53 @@ class Engine(ABC):
     def close(self) -> None:
         """Stop all workers and free everything; may be called twice."""
 
-    def mark_broken(self, reason: str) -> None:
-        """Refuse all further commands and wake every worker that waits for a peer."""
-        with self._state_lock:
-            if self.broken is not None:
+    def recover(self, timeout_s: float = 10.0, *, step: int | None = None) -> tuple[int, ...]:
+        """Make a broken engine take commands again, and return the devices whose workers were restarted.
+
+        No command is in flight afterwards, no abort flag set, no device locked. Restarted workers have new, empty
+        services; those of the others are as the failed commands have left them. A worker waits longer for each restart.
+
+        Args:
+            timeout_s: a worker that doesn't end its command within this time is killed, and restarted.
+            step: the PPO step in which the workers have died; three deaths of a device within ten steps are too many.
+
+        Raises:
+            CommandError: a device is lost too often, or can't be restarted; the engine stays broken.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can't recover")
+
+    def mark_broken(self, reason: str, generation: int | None = None) -> None:
+        """Refuse all further commands and wake every worker that waits for a peer.
+
+        Args:
+            reason: what the commands that are refused say.
+            generation: the one that the failure belongs to, if not the present one; what is past breaks nothing.
+        """
+        with self._break_lock:  # until the workers are told: who recovers must not be overtaken by it
+            if self.broken is not None or generation not in (None, self.generation):
                 return
             self.broken = reason
-        self.abort()
+            self.abort()
+
+    def why_refused(self, generation: int) -> str | None:
+        """Return why a command that was given in a generation is refused, or None."""
+        with self._break_lock:
+            return self._recovered_from if generation != self.generation else self.broken
 
     @contextmanager
-    def devices_locked(self, device_ids: Collection[int]) -> Iterator[None]:
-        """Hold these devices for one command; taken in ascending order, so that holders can't wait in a circle."""
+    def devices_locked(self, device_ids: Collection[int], timeout_s: float | None = None) -> Iterator[None]:
+        """Hold these devices for one command; taken in ascending order, so that holders can't wait in a circle.
+
+        Raises:
+            TimeoutError: another command has held one of them for `timeout_s`.
+        """
         with self._state_lock:
-            locks = [self._locks.setdefault(device, threading.Lock()) for device in sorted(device_ids)]
+            locks = [(device, self._locks.setdefault(device, threading.Lock())) for device in sorted(device_ids)]
         with ExitStack() as stack:
-            for lock in locks:
-                stack.enter_context(lock)
+            for device, lock in locks:
+                if not lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+                    raise TimeoutError(f"device {device} is still held by a command")
+                stack.callback(lock.release)
             yield
 
     def __enter__(self) -> Self:
@@ -171,12 +206,13 @@ def run_command(
         timeout_s: seconds after which the command counts as failed; None waits for as long as the workers are alive.
 
     Raises:
-        CommandError: a worker failed or was lost, or time ran out; the engine is broken from then on.
+        CommandError: a worker failed or was lost, or time ran out; the engine is broken until it recovers.
     """
     where = label if step is None else f"{label}, step {step}"
+    generation = engine.generation
     with engine.devices_locked(kwargs_by_device.keys()):
-        if engine.broken is not None:
-            raise CommandError(engine.broken, label=label, step=step)  # the root cause, not what follows from it
+        if (broken := engine.why_refused(generation)) is not None:
+            raise CommandError(broken, label=label, step=step)  # the root cause, not what follows from it
         try:
             futures = {device: engine.submit(device, method, **kwargs) for device, kwargs in kwargs_by_device.items()}
             done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
@@ -184,11 +220,11 @@ def run_command(
                 return {device: future.result() for device, future in futures.items()}
             cause = _find_root_cause(engine, futures)
         except BaseException:
-            engine.mark_broken(f"{where} was interrupted")  # no worker stays blocked behind a Ctrl-C
+            engine.mark_broken(f"{where} was interrupted", generation)  # no worker stays blocked behind a Ctrl-C
             raise
         error = _describe_failure(cause, futures, where, label, step, timeout_s)
         earlier = engine.broken
-        engine.mark_broken(str(error))
+        engine.mark_broken(str(error), generation)
         if earlier is not None and cause is not None and _is_consequence(cause):
             raise CommandError(earlier, label=label, step=step) from cause
         raise error from cause

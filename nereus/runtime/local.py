@@ -3,6 +3,8 @@
 import contextlib
 import os
 import socket
+import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -11,15 +13,21 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore
 
+from nereus.runtime.deaths import Deaths
 from nereus.runtime.engine import CommandError, CommandFailed, Engine, WorkerLost
 from nereus.runtime.messages import MessageStream
 from nereus.runtime.nursery import Nursery
+from nereus.runtime.recovery import clear_aborts, end_commands
 from nereus.runtime.watcher import Watcher, WorkerHandle
 from nereus.runtime.worker import WorkerSettings
 
 _START_TIMEOUT_S = 120.0
 _EXIT_TIMEOUT_S = 2.0
 _BROKEN_EXIT_TIMEOUT_S = 0.5
+# After their last future has ended, commands are through when the root cause is found and told.
+_LOCK_TIMEOUT_S = 30.0
+# Workers may be lost while others are restarted.
+_MOST_RECOVERY_ROUNDS = 4
 
 
 class LocalEngine(Engine):
@@ -70,6 +78,8 @@ class LocalEngine(Engine):
         self._nursery: Nursery | None = None
         self._watcher: Watcher | None = None
         self._closed = False
+        self._deaths = Deaths()
+        self._recovery_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         self._open_nursery()  # torch is imported there while the driver goes on
@@ -82,6 +92,24 @@ class LocalEngine(Engine):
             CommandError: a service could not be made, or its module not be imported.
         """
         assert not self._closed, "the engine is closed"
+        workers = self._fork(device_ids)
+        try:
+            for worker in workers:
+                _wait_ready(worker)
+        except BaseException:
+            assert self._watcher is not None
+            self._watcher.end_workers(workers, "its start failed", _EXIT_TIMEOUT_S)
+            for worker in workers:
+                self._watcher.remove(worker)
+            raise
+        self._pin_workers()
+
+    def _fork(self, device_ids: Sequence[int]) -> list[WorkerHandle]:
+        """Have workers forked, in place of lost ones on their devices; they aren't ready yet.
+
+        Raises:
+            CommandError: the service's module can't be imported.
+        """
         nursery, watcher = self._open_nursery()
         try:
             failure = watcher.nursery_ready.result(_START_TIMEOUT_S)
@@ -95,9 +123,7 @@ class LocalEngine(Engine):
         for worker in workers:
             with pairs[worker.device][1] as theirs:
                 nursery.fork(worker.device, theirs, self._cores_of(worker))
-        for worker in workers:
-            _wait_ready(worker)
-        self._pin_workers()
+        return workers
 
     def release(self, device_ids: Collection[int]) -> None:
         """Stop the workers of these devices once their running commands are done; the others go on."""
@@ -121,7 +147,7 @@ class LocalEngine(Engine):
         assert self._watcher is not None, "nothing was started"
         future: Future = Future()
         number = next(self._numbers)
-        stream = self._watcher.expect(device, number, future)
+        stream = self._watcher.expect(device, number, future, beside=kind == "beside")
         if stream is not None:
             with contextlib.suppress(OSError):  # a closed socket: the watcher reports the loss
                 stream.send((kind, number, method, kwargs))
@@ -131,6 +157,80 @@ class LocalEngine(Engine):
         """Set the abort flag in all workers: every wait of a communicator raises."""
         for worker in self._live_workers():
             worker.stream.try_send(("abort",))
+
+    def recover(self, timeout_s: float = 10.0, *, step: int | None = None) -> tuple[int, ...]:
+        """Make a broken engine take commands again; see `Engine.recover`. One that isn't broken is left as it is."""
+        with self._recovery_lock:
+            if self.broken is None or self._watcher is None:
+                return ()
+            end_commands(self._watcher, timeout_s)
+            try:
+                with self.devices_locked({*self._locks, *self._watcher.workers}, _LOCK_TIMEOUT_S):
+                    return self._restart_all(timeout_s, step)  # here all failed commands are through
+            except TimeoutError as error:
+                raise CommandError(str(error), label="recovery", step=step) from error
+
+    def _restart_all(self, timeout_s: float, step: int | None) -> tuple[int, ...]:
+        """Restart what is lost until nothing is, and begin a new generation."""
+        restarted: set[int] = set()
+        for _ in range(_MOST_RECOVERY_ROUNDS):
+            restarted.update(self._restart_lost(step))
+            assert self._watcher is not None
+            clear_aborts(self._watcher, self._numbers, timeout_s)  # finds those that were stopped meanwhile
+            lost = self._watcher.lost()
+            if not lost:
+                self._begin_generation()
+                return tuple(sorted(restarted))
+        raise CommandError(f"{lost[0].lost}, again and again", device=lost[0].device, label="recovery", step=step)
+
+    def _begin_generation(self) -> None:
+        with self._break_lock:
+            self._check_open()
+            self._recovered_from, self.broken = self.broken or "", None
+            self.generation += 1
+
+    def _restart_lost(self, step: int | None) -> list[int]:
+        """Restart lost workers, each after its wait, and return their devices; those that can't start are lost again.
+
+        Raises:
+            CommandError: a device was lost too often.
+        """
+        assert self._watcher is not None
+        lost = self._watcher.lost()
+        for worker in lost:
+            if not worker.is_counted:
+                self._deaths.note(worker.device, step)
+                worker.is_counted = True
+        for worker in lost:
+            if self._deaths.is_quarantined(worker.device):
+                text = f"{worker.lost}, for the third time within ten steps; it is not used any more"
+                raise CommandError(text, device=worker.device, label="recovery", step=step)
+        if not lost:
+            return []
+        devices = [worker.device for worker in lost]
+        time.sleep(max(self._deaths.take_wait_s(device) for device in devices))
+        self._check_open()
+        self._renew_nursery()
+        for worker in self._fork(devices):
+            try:
+                _wait_ready(worker)
+            except CommandError as error:
+                self._watcher.kill(worker, str(error))
+        self._pin_workers()
+        return devices
+
+    def _renew_nursery(self) -> None:
+        """Open another nursery where the old one, and all its workers with it, has ended."""
+        old = self._watcher
+        if old is not None and not old.nursery_alive:
+            old.close()
+            self._nursery = None
+            _, self._watcher = self._open_nursery()
+            self._watcher.workers.update(old.workers)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CommandError("the engine was closed", label="recovery")
 
     def pids(self) -> dict[int, int]:
         """Return the process id of each live worker."""

@@ -31,8 +31,10 @@ class WorkerHandle:
         pid: 0 until the fork was reported.
         ready: ends when the service was made.
         futures: commands under way, by number.
+        beside: commands under way beside those.
         gone: set after the process was reaped.
         lost: why no more commands are taken, or None.
+        is_counted: the loss was taken note of by who restarts.
     """
 
     device: int
@@ -42,8 +44,10 @@ class WorkerHandle:
     rss_bytes: int = 0
     ready: Future = field(default_factory=Future)
     futures: dict[int, Future] = field(default_factory=dict)
+    beside: dict[int, Future] = field(default_factory=dict)
     gone: threading.Event = field(default_factory=threading.Event)
     lost: WorkerLost | None = None
+    is_counted: bool = False
     last_beat_s: float = field(default_factory=time.monotonic)
     end_of_file: bool = False
     kill_reason: str | None = None
@@ -56,7 +60,7 @@ class Watcher:
         self.workers: dict[int, WorkerHandle] = {}
         self.nursery_ready: Future = Future()  # None, or why the service can't be imported
         self._nursery = nursery
-        self._nursery_alive = True
+        self.nursery_alive = True
         self._heartbeat_s = heartbeat_s
         self._silent_after_s = silent_after_s
         self._oom_kills = _count_oom_kills()
@@ -90,12 +94,22 @@ class Watcher:
         with self._lock:
             return [worker for worker in self.workers.values() if worker.lost is None]
 
-    def expect(self, device: int, number: int, future: Future) -> MessageStream | None:
+    def lost(self) -> list[WorkerHandle]:
+        """Return the workers that were lost and have no successor yet."""
+        with self._lock:
+            return [worker for worker in self.workers.values() if worker.lost is not None]
+
+    def commands_of(self, worker: WorkerHandle) -> list[Future]:
+        """Return the futures of a worker's commands under way, without those beside them."""
+        with self._lock:
+            return list(worker.futures.values())
+
+    def expect(self, device: int, number: int, future: Future, *, beside: bool = False) -> MessageStream | None:
         """Enter a command that is about to be sent; return where to, or None if its worker is lost."""
         with self._lock:
             worker = self.workers[device]
             if worker.lost is None:
-                worker.futures[number] = future
+                (worker.beside if beside else worker.futures)[number] = future
                 return worker.stream
             future.set_exception(worker.lost)
             return None
@@ -114,6 +128,12 @@ class Watcher:
                 self._kill(worker, reason)
         for worker in workers:
             worker.gone.wait(_KILL_TIMEOUT_S)
+
+    def kill(self, worker: WorkerHandle, reason: str) -> None:
+        """Kill a worker and return when it is lost, even where the system takes its time to end it."""
+        self._kill(worker, reason)
+        worker.gone.wait(_KILL_TIMEOUT_S)
+        self._lose(worker, reason)
 
     def close(self) -> None:
         """End the thread, the nursery and whatever worker still lives."""
@@ -142,7 +162,7 @@ class Watcher:
         """Handle what has arrived within one poll; return False when `close` has asked to stop."""
         poll_s = min(self._heartbeat_s, self._silent_after_s / 4, 1.0)
         sources: list[Any] = [worker.stream for worker in self.live() if not worker.end_of_file]
-        if self._nursery_alive:
+        if self.nursery_alive:
             sources.append(self._nursery)
         began_s = time.monotonic()
         readable = multiprocessing.connection.wait([self._wake_read, *sources], poll_s)
@@ -179,12 +199,12 @@ class Watcher:
 
     def _take_future(self, worker: WorkerHandle, number: int) -> Future:
         with self._lock:
-            return worker.futures.pop(number)
+            return (worker.futures if number in worker.futures else worker.beside).pop(number)
 
     def _receive_from_nursery(self) -> None:
         event = self._nursery.receive_event()
         if event is None:
-            self._nursery_alive = False
+            self.nursery_alive = False
             if not self.nursery_ready.done():
                 self.nursery_ready.set_result(_NURSERY_ENDED)
             self._lose_all(_NURSERY_ENDED)
@@ -228,8 +248,10 @@ class Watcher:
             if out_of_memory:
                 reason += ", the system was out of memory"
             worker.lost = WorkerLost(worker.device, reason, out_of_memory=out_of_memory)
-            waiting = [*worker.futures.values(), *([] if worker.ready.done() else [worker.ready])]
+            waiting = [*worker.futures.values(), *worker.beside.values()]
+            waiting += [] if worker.ready.done() else [worker.ready]
             worker.futures.clear()
+            worker.beside.clear()
         worker.gone.set()
         for future in waiting:
             future.set_exception(worker.lost)

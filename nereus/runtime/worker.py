@@ -1,8 +1,8 @@
 """A worker process: runs commands in order on one service object, with its memory counted and its death noticed.
 
 The main thread runs commands; a few threads run commands beside them, which wait for storage and use no communicator;
-one reads the driver's messages (commands, abort, exit; an end of file means that the driver is gone: the process ends
-at once); one sends a beat every `heartbeat_s`, even during a long command.
+one reads the driver's messages (commands, abort, clear, exit; an end of file means that the driver is gone: the process
+ends at once); one sends a beat every `heartbeat_s`, even during a long command.
 """
 
 import contextlib
@@ -250,6 +250,9 @@ class _Worker:
                     self._beside.put((self._service, (rest[0], rest[1], rest[2])))
                 elif kind == "abort":
                     self._abort.set()
+                elif kind == "clear":  # no command is under way; the answer tells that this process isn't stopped
+                    self._abort.clear()
+                    self._stream.send(("result", rest[0], None))
                 elif kind == "exit":
                     break
         except EOFError:

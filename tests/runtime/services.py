@@ -94,6 +94,20 @@ class GroupService:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.communicator: Communicator | None = None
+        self.value: Any = None
+
+    def keep(self, value: Any) -> None:
+        """Keep a value."""
+        self.value = value
+
+    def kept(self) -> Any:
+        """Return the value."""
+        return self.value
+
+    def nap(self, seconds: float) -> int:
+        """Sleep, whatever happens."""
+        time.sleep(seconds)
+        return self.context.device
 
     def connect(self, devices: list[int], epoch: int, same_host: bool) -> tuple[int, int]:
         """Make the group's communicator, in place of the last one."""

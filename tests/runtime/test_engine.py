@@ -17,6 +17,7 @@ import torch
 
 from nereus.limits import MOST_SHARDS_IN_FLIGHT
 from nereus.runtime import local
+from nereus.runtime.deaths import Deaths
 from nereus.runtime.engine import CommandError, CommandFailed, Engine, WorkerLost, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.messages import decode, encode
@@ -196,6 +197,191 @@ def test_a_killed_or_stopped_worker_is_the_named_cause(
     assert not any(is_running(pid) for pid in pids.values())
 
 
+def connect(engine: LocalEngine, epoch: int) -> None:
+    connection = {"devices": [0, 1], "epoch": epoch, "same_host": True}
+    run_command(engine, "connect", {0: connection, 1: connection}, label="connect", step=None)
+
+
+def break_it(engine: LocalEngine, *signals: tuple[int, signal.Signals], step: int = 3) -> CommandError:
+    """Signal workers while all of them wait for each other in a communicator."""
+    pids = engine.pids()
+    for device, number in signals:
+        threading.Timer(0.2, os.kill, (pids[device], number)).start()
+    arguments = {device: {"seconds": 60} for device in (0, 1)}
+    with pytest.raises(CommandError) as caught:
+        run_command(engine, "all_reduce_until_stopped", arguments, label="actor.training", step=step)
+    return caught.value
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Restarts wait for nothing; returns what they would have waited."""
+    waits: list[float] = []
+    take_wait_s = Deaths.take_wait_s
+
+    def take(deaths: Deaths, device: int) -> float:
+        waits.append(take_wait_s(deaths, device))
+        return 0.0
+
+    monkeypatch.setattr(Deaths, "take_wait_s", take)
+    return waits
+
+
+def assert_recovered(engine: LocalEngine, epoch: int) -> None:
+    """Old and new workers talk with each other."""
+    assert engine.broken is None
+    connect(engine, epoch)
+    arguments = {device: {"tensor": torch.ones(3), "op": "sum"} for device in (0, 1)}
+    results = run_command(engine, "all_reduce", arguments, label="test", step=None)
+    assert all(torch.equal(result, torch.full((3,), 2.0)) for result in results.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_is_restarted_and_the_others_keep_their_state(
+    group_engine: LocalEngine, at_once: list[float], number: signal.Signals
+) -> None:
+    before = group_engine.pids()
+    run_command(group_engine, "keep", {0: {"value": 7}, 1: {"value": 8}}, label="keep", step=None)
+    error = break_it(group_engine, (1, number))
+    assert error.device == 1
+    assert group_engine.recover(step=3) == (1,)
+    after = group_engine.pids()
+    assert after[0] == before[0] and after[1] != before[1] and not is_running(before[1])
+    assert run_command(group_engine, "kept", {0: {}, 1: {}}, label="kept", step=None) == {0: 7, 1: None}
+    assert_recovered(group_engine, 2)
+    assert at_once == [1.0]
+
+
+def test_both_workers_may_be_lost_at_once(group_engine: LocalEngine, at_once: list[float]) -> None:
+    break_it(group_engine, (0, signal.SIGKILL), (1, signal.SIGKILL))
+    assert group_engine.recover(step=3) == (0, 1)
+    assert_recovered(group_engine, 2)
+
+
+def test_a_failure_without_a_loss_restarts_nobody(group_engine: LocalEngine, at_once: list[float]) -> None:
+    before = group_engine.pids()
+    with pytest.raises(CommandError, match=r"did not finish within 0\.3 s"):
+        run_command(group_engine, "block", {0: {"way": "recv"}}, label="x", step=1, timeout_s=0.3)
+    assert group_engine.recover(step=1) == () and group_engine.pids() == before and not at_once
+    assert_recovered(group_engine, 2)
+    assert group_engine.recover() == ()  # nothing to recover from
+    assert_recovered(group_engine, 3)
+
+
+def test_a_worker_that_does_not_end_its_command_is_killed_and_one_beside_goes_on(
+    group_engine: LocalEngine, at_once: list[float]
+) -> None:
+    beside = group_engine.submit_beside(0, "nap", seconds=2.0)
+    stuck = group_engine.submit(1, "nap", seconds=600)
+    group_engine.mark_broken("a step failed")
+    assert group_engine.recover(0.5, step=0) == (1,)
+    assert not beside.done() and beside.result(timeout=10) == 0
+    reason = r"its command did not end within 0\.5 s after it was aborted"
+    with pytest.raises(WorkerLost, match=reason):
+        stuck.result(timeout=0)
+    assert_recovered(group_engine, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_during_the_recovery_is_restarted_too(
+    group_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    break_it(group_engine, (1, signal.SIGKILL))
+    pending = [group_engine.pids()[0]]
+
+    def take_wait_s(deaths: Deaths, device: int) -> float:
+        if pending:
+            os.kill(pending.pop(), number)
+        return 0.1
+
+    monkeypatch.setattr(Deaths, "take_wait_s", take_wait_s)
+    assert group_engine.recover(1.0, step=3) == (0, 1)
+    assert_recovered(group_engine, 2)
+
+
+def test_three_deaths_within_ten_steps_are_too_many(group_engine: LocalEngine, at_once: list[float]) -> None:
+    for epoch, step in ((2, 0), (3, 1)):
+        break_it(group_engine, (1, signal.SIGKILL), step=step)
+        assert group_engine.recover(step=step) == (1,)
+        assert_recovered(group_engine, epoch)
+    break_it(group_engine, (1, signal.SIGKILL), step=9)
+    for _ in range(2):
+        with pytest.raises(CommandError, match=r"device 1 was lost \(exited .* third time within ten steps") as caught:
+            group_engine.recover(step=9)
+        assert caught.value.device == 1 and group_engine.broken is not None
+    assert at_once == [1.0, 2.0]
+    group_engine.release([1])  # without it the others go on
+    assert group_engine.recover(step=9) == ()
+    assert run_command(group_engine, "kept", {0: {}}, label="kept", step=9) == {0: None}
+
+
+def test_a_device_that_never_starts_again_ends_the_recovery(
+    group_engine: LocalEngine, at_once: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(group_engine, (1, signal.SIGKILL))
+    fork = group_engine._fork
+
+    def fork_in_vain(devices: Sequence[int]) -> Any:
+        workers = fork(devices)
+        for worker in workers:
+            assert wait_for(lambda: worker.pid != 0)  # noqa: B023
+            os.kill(worker.pid, signal.SIGKILL)
+        return workers
+
+    monkeypatch.setattr(group_engine, "_fork", fork_in_vain)
+    with pytest.raises(CommandError, match=r"device 1 was lost .* again and again"):
+        group_engine.recover()  # no step: no quarantine
+    assert group_engine.broken is not None
+    monkeypatch.undo()
+    monkeypatch.setattr(Deaths, "take_wait_s", lambda *_: 0.0)
+    assert group_engine.recover() == (1,)
+    assert_recovered(group_engine, 2)
+
+
+def test_the_end_of_the_nursery_is_recovered_from(group_engine: LocalEngine, at_once: list[float]) -> None:
+    assert group_engine._nursery is not None
+    pids = group_engine.pids()
+    threading.Timer(0.2, os.kill, (group_engine._nursery.pid, signal.SIGKILL)).start()
+    arguments = {device: {"seconds": 60} for device in (0, 1)}
+    with pytest.raises(CommandError, match="the process that forks workers ended"):
+        run_command(group_engine, "all_reduce_until_stopped", arguments, label="x", step=0)
+    assert group_engine.recover(step=0) == (0, 1)
+    assert_recovered(group_engine, 2)
+    assert wait_for(lambda: not any(is_running(pid) for pid in pids.values()))
+
+
+def test_commands_that_wait_for_a_device_during_the_failure_never_run(
+    group_engine: LocalEngine, at_once: list[float]
+) -> None:
+    """They were given before it, so whoever recovers knows nothing of them."""
+    errors: list[CommandError] = []
+
+    def queue_up() -> None:
+        try:
+            run_command(group_engine, "keep", {1: {"value": 5}}, label="late", step=3)
+        except CommandError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=queue_up) for _ in range(4)]
+    threading.Timer(0.1, lambda: [thread.start() for thread in threads]).start()
+    break_it(group_engine, (0, signal.SIGKILL))
+    assert group_engine.recover(step=3) == (0,)
+    for thread in threads:
+        thread.join(timeout=10)
+    assert len(errors) == 4 and all("device 0 was lost" in str(error) for error in errors)
+    assert run_command(group_engine, "kept", {1: {}}, label="kept", step=3) == {1: None}
+
+
+def test_a_failed_start_leaves_the_engine_as_it_was(group_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "_START_TIMEOUT_S", 0.0)
+        with pytest.raises(CommandError, match="device 2 did not start"):
+            group_engine.start([2])
+    assert set(group_engine.pids()) == {0, 1}
+    group_engine.start([2])
+    assert set(group_engine.pids()) == {0, 1, 2}
+
+
 class PaperEngine(Engine):
     """An engine without processes: each device's command ends with a prepared error after some seconds."""
 
@@ -287,6 +473,18 @@ def test_a_failure_stops_the_commands_of_other_threads_with_its_own_reason() -> 
         run_command(engine, "any", {2: {}}, label="second", step=7)
     thread.join(timeout=5)
     assert str(errors[0]).startswith("device 2 was lost (silent for 15 s) during second")
+
+
+def test_what_failed_before_a_recovery_breaks_nothing_after_it() -> None:
+    engine = PaperEngine({})
+    engine.mark_broken("first")
+    engine.mark_broken("second")
+    assert engine.broken == "first"
+    engine.broken, engine.generation = None, 1
+    engine.mark_broken("late", generation=0)
+    assert engine.broken is None
+    engine.mark_broken("third", generation=1)
+    assert engine.broken == "third"
 
 
 DRIVER = """

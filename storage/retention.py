@@ -22,6 +22,8 @@ from storage.small_files import list_names, read_file, remove_file, remove_files
 from storage.urls import is_s3, join_url, local_path, open_filesystem
 
 _SET = re.compile(r"step-(\d{8,})-(\d+)")
+# What a change of the plan has staged for itself: its step, the writer's take-over, and the number of the attempt.
+_TRANSITION_SET = re.compile(r"transition-(\d{8,})-(\d+)\.\d+")
 _READERS = "readers"  # a folder in the root: a marker for every reader, named by the set it reads
 # A marker, and on its way to that name (on local disk, where a kill may leave it).
 _MARKER = re.compile(r"\.?(step-\d{8,}-\d+)@[0-9a-f]{32}(\.[0-9a-f]{32}\.new)?")
@@ -33,7 +35,13 @@ _seen: dict[str, tuple[bytes, float]] = {}
 
 
 def retire(
-    root_url: str, *, keep: Collection[str], own: Collection[str] = (), lease_s: float, take_over: int | None = None
+    root_url: str,
+    *,
+    keep: Collection[str],
+    own: Collection[str] = (),
+    lease_s: float,
+    take_over: int | None = None,
+    transitions: bool = False,
 ) -> list[str]:
     """Remove the sets of a staging root that nobody needs, and return their names.
 
@@ -49,6 +57,8 @@ def retire(
         lease_s: how long a reader may go without a sign of life. Nothing is waited for: the signs are compared with
             those of earlier calls in this process.
         take_over: number of our take-over; None for the greatest in `keep` and `own`.
+        transitions: remove what changes of the plan have staged for themselves, too; only while none is under way, or
+            with its sets in `own`. They are never to be kept for longer.
 
     Raises:
         ValueError: a name is none of a set.
@@ -56,18 +66,22 @@ def retire(
     """
     root = root_url.rstrip("/") or "/"
     stay = {*keep, *own}
-    latest = max((_take_over_of(name) for name in stay), default=0) if take_over is None else take_over
+    numbers = [_take_over_of(name) for name in stay]
+    latest = max(numbers, default=0) if take_over is None else take_over
     candidates = [
         name
         for name in list_names(root)
-        if _SET.fullmatch(name) and name not in stay and _take_over_of(name) <= latest and _is_folder(root, name)
+        if (_SET.fullmatch(name) or (transitions and _TRANSITION_SET.fullmatch(name)))
+        and name not in stay
+        and _take_over_of(name) <= latest
+        and _is_folder(root, name)
     ]
     read = _sets_read(root, lease_s) if candidates else set()
     return [name for name in candidates if name not in read and _remove_set(root, name, lease_s)]
 
 
 def discard_set(root_url: str, name: str) -> None:
-    """Remove a set that its own writer has given up: one that was never committed, so that nobody reads it.
+    """Remove a set that its own writer has given up: nobody reads it, since it was never a commit.
 
     Raises:
         ValueError: the name is none of a set.
@@ -207,7 +221,7 @@ def _is_folder(root: str, name: str) -> bool:
 
 
 def _take_over_of(name: str) -> int:
-    match = _SET.fullmatch(name)
+    match = _SET.fullmatch(name) or _TRANSITION_SET.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no name of a staged set; such names look like 'step-00000012-1'.")
     return int(match[2])

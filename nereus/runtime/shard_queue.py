@@ -7,22 +7,39 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, TypeVar
 
+from nereus.limits import REMOTE_SHARD_BYTES, REMOTE_SHARDS_IN_FLIGHT, SHARDS_IN_FLIGHT
 from nereus.runtime.engine import CommandFailed, Engine, WorkerLost
 from nereus.staged_state import ShardOrder
 from storage.manifest import ShardRecord
+from storage.urls import local_path
 
-# A shard that fails this often ends the commit.
+# What fails this often ends the commit.
 MOST_TRIES = 3
+
+
+_RETRY_WAIT_S = 0.5
+T = TypeVar("T")
 
 
 class ShardFailed(OSError):
     """A shard could not be written; the text says where and why."""
+
+
+def tried(action: Callable[[], T]) -> T:
+    """Return what `action` returns, called again after an error of the store."""
+    for _ in range(MOST_TRIES - 1):
+        try:
+            return action()
+        except OSError:
+            time.sleep(_RETRY_WAIT_S)
+    return action()
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,7 @@ class ShardQueue:
         *,
         shards_in_flight: int,
         bytes_in_flight: int | None = None,
+        on_record: Callable[[ShardRecord], None] = lambda record: None,
     ) -> None:
         """Describe the work.
 
@@ -55,7 +73,9 @@ class ShardQueue:
             spare_bytes: per device what copies of unwritten shards may take.
             shards_in_flight: most shards that a worker writes at the same time.
             bytes_in_flight: most bytes of them, unless one alone has more; None where they take no memory.
+            on_record: called by the thread that runs `write_all` for each shard as it completes.
         """
+        self._on_record = on_record
         self._bytes_in_flight = bytes_in_flight
         self._engine, self._folder, self._shards_in_flight = engine, folder, shards_in_flight
         self._waiting = {device: deque(given) for device, given in orders.items()}
@@ -73,6 +93,27 @@ class ShardQueue:
         self._records: dict[str, ShardRecord] = {}
         self._changed = threading.Condition()
         self._ended = False
+
+    @classmethod
+    def at(
+        cls,
+        folder: str,
+        engine: Engine,
+        orders: Mapping[int, Sequence[ShardOrder]],
+        spare_bytes: Mapping[int, int],
+        on_record: Callable[[ShardRecord], None],
+    ) -> Self:
+        """Return a queue for a set with as much under way as suits the store where it lies."""
+        is_remote = local_path(folder) is None
+        return cls(
+            engine,
+            folder,
+            orders,
+            spare_bytes,
+            shards_in_flight=REMOTE_SHARDS_IN_FLIGHT if is_remote else SHARDS_IN_FLIGHT,
+            bytes_in_flight=REMOTE_SHARDS_IN_FLIGHT * REMOTE_SHARD_BYTES if is_remote else None,
+            on_record=on_record,
+        )
 
     def write_all(self) -> tuple[ShardRecord, ...]:
         """Write all shards; returns when every one is complete in the folder.
@@ -108,10 +149,18 @@ class ShardQueue:
         """Make `write_all` give up."""
         self._events.put(None)
 
-    def drain(self) -> None:
-        """Wait until no worker is busy with this any more, and free the copies; after a failure."""
+    def has_copies(self, group: str) -> bool:
+        """Return whether workers may hold copies of shards of a group: of a state that updates have changed since."""
+        return group in self._due
+
+    def rest(self) -> None:
+        """Wait until no worker is busy with this any more; after a failure."""
         for future in self._sent:
             future.exception()
+
+    def drain(self) -> None:
+        """Wait until no worker is busy with this any more, and free the copies; after a failure."""
+        self.rest()
         frees = [self._engine.submit_beside(device, "drop_shard_copies") for device in self._waiting]
         for future in frees:
             future.exception()
@@ -172,6 +221,7 @@ class ShardQueue:
         if error is None:
             self._records[order.file] = future.result()
             self._is_safe(sent.orders)
+            self._on_record(self._records[order.file])
             return
         self._tries[order.file] += 1
         if self._tries[order.file] >= MOST_TRIES:

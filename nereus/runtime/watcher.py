@@ -107,12 +107,12 @@ class Watcher:
     def expect(self, device: int, number: int, future: Future, *, beside: bool = False) -> MessageStream | None:
         """Enter a command that is about to be sent; return where to, or None if its worker is lost."""
         with self._lock:
-            worker = self.workers[device]
-            if worker.lost is None:
+            worker = self.workers.get(device)
+            if worker is not None and worker.lost is None:
                 (worker.beside if beside else worker.futures)[number] = future
                 return worker.stream
-            future.set_exception(worker.lost)
-            return None
+        future.set_exception(WorkerLost(device, "it has no worker") if worker is None else worker.lost)
+        return None
 
     def end_workers(self, workers: Sequence[WorkerHandle], reason: str, timeout_s: float) -> None:
         """Ask workers to exit, kill those that don't within the time, and wait until all are reaped."""

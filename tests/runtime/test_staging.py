@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import nereus.runtime.session
+import nereus.runtime.staged_steps
 from nereus.commits import live_commits, read_commit
 from nereus.config import build_config
 from nereus.runtime.engine import Engine, run_command
@@ -45,7 +45,7 @@ def engine() -> Iterator[LocalEngine]:
 @pytest.fixture(autouse=True)
 def _fast_again(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Many small shards, so that some wait while others are under way."""
-    monkeypatch.setattr(nereus.runtime.session, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(nereus.runtime.staged_steps, "SHARD_BYTES", 20_000)
     yield
     let(engine)
 
@@ -101,7 +101,7 @@ def test_a_commit_holds_the_end_of_its_step_whatever_the_next_one_does(
     tmp_path: Path, engine: LocalEngine, undisturbed: dict[int, Manifest], monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
     if room == "no room":
-        monkeypatch.setattr(nereus.runtime.session, "spare_bytes", lambda *_: {})
+        monkeypatch.setattr(nereus.runtime.staged_steps, "spare_bytes", lambda *_: {})
     with open_session(tmp_path, engine, staging={"keep": 4}) as session:
         let(engine, delay_s=0.1)
         metrics = [take_step(session, step) for step in session.steps]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nereus.limits import REMOTE_SHARD_BYTES, REMOTE_SHARDS_IN_FLIGHT, SHARDS_IN_FLIGHT
 from nereus.runtime.engine import CommandFailed, Engine, WorkerLost
 from nereus.runtime.shard_queue import MOST_TRIES, ShardFailed, ShardQueue
 from nereus.staged_state import ShardOrder
@@ -106,6 +107,37 @@ def test_each_device_has_a_few_shards_under_way_and_the_records_come_in_order(po
     for command in engine.take(2):
         finish(command)
     assert [r.file for r in written.result(10)] == [o.file for given in orders.values() for o in given]
+
+
+@pytest.mark.parametrize(
+    ("folder", "in_flight"), [("/disk/set", SHARDS_IN_FLIGHT), ("s3://bucket/set", REMOTE_SHARDS_IN_FLIGHT)]
+)
+def test_a_store_decides_how_much_is_under_way_and_each_record_is_told(
+    pool: ThreadPoolExecutor, folder: str, in_flight: int
+) -> None:
+    engine = PaperEngine()
+    told: list[str] = []
+    orders = {0: [order(0, n, num_bytes=REMOTE_SHARD_BYTES) for n in range(in_flight + 1)]}
+    shards = ShardQueue.at(folder, engine, orders, {}, lambda record: told.append(record.file))
+    written = pool.submit(shards.write_all)
+    under_way = engine.take(in_flight)
+    assert not engine.sent and not told
+    last, *others = [finish(command) for command in reversed(under_way)]
+    finish(*engine.take(1))
+    assert len(written.result(10)) == in_flight + 1
+    assert told[:in_flight] == [last, *others] and len(told) == in_flight + 1
+
+
+def test_a_shard_that_a_reader_cannot_be_told_of_ends_it(pool: ThreadPoolExecutor) -> None:
+    engine = PaperEngine()
+
+    def refuse(record: ShardRecord) -> None:
+        raise ValueError(record.file)
+
+    written = pool.submit(ShardQueue.at("/disk", engine, {0: [order(0, 0)]}, {}, refuse).write_all)
+    file = finish(*engine.take(1))
+    with pytest.raises(ValueError, match=file):
+        written.result(10)
 
 
 def test_shards_that_take_memory_are_bounded_by_their_bytes(pool: ThreadPoolExecutor) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,16 @@ import pytest
 import nereus.runtime.staged_steps
 from nereus.commits import live_commits, read_commit
 from nereus.config import build_config
+from nereus.inspection import inspect
 from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
+from nereus.runtime.staging import Staging
 from storage.exclusive import create_exclusively
 from storage.journal import Entry, FencedOff, Journal, _dump
-from storage.manifest import Manifest
+from storage.manifest import Manifest, ShardRecord
 from storage.records import read_records
-from storage.state import verify_state
+from storage.state import read_state, verify_state
 from tests.runtime.steps import run_step
 
 STAGES = ("actor.generation", "actor.training", "critic.training", "reference.inference")
@@ -246,3 +250,209 @@ def test_a_driver_that_lost_its_run_writes_nothing_more(tmp_path: Path, engine: 
             session._before_update("actor.training")
     assert list(commits_of(tmp_path)) == [0]
     assert [record["step"] for record in read_records(str(tmp_path / "run" / "metrics.jsonl"))] == [0]
+
+
+# Transitions: reading along with a commit, and sets of their own
+
+
+class Reader:
+    """Keeps what it is told of a commit, and by whom."""
+
+    def __init__(self) -> None:
+        self.records: list[ShardRecord] = []
+        self.ends: list[Exception | None] = []
+        self.is_done = threading.Event()
+
+    def __call__(self, record: ShardRecord | None, error: Exception | None) -> None:
+        if record is not None:
+            assert not self.ends and error is None
+            self.records.append(record)
+            return
+        self.ends.append(error)
+        self.is_done.set()
+
+
+def staging_of(session: Session) -> Staging:
+    assert session._staging is not None
+    return session._staging
+
+
+def test_a_reader_is_given_all_shards_of_the_pending_commit_as_they_complete(
+    tmp_path: Path, engine: LocalEngine
+) -> None:
+    with open_session(tmp_path, engine) as session:
+        staging = staging_of(session)
+        assert staging.pending_step is None
+        let(engine, delay_s=0.1)
+        take_step(session, 0)
+        early, late, after = Reader(), Reader(), Reader()
+        assert staging.pending_step == 0
+        folder = staging.follow(early)
+        while not early.records:
+            assert not early.is_done.wait(0.01)
+        assert not early.ends and staging.follow(late) == folder
+        assert late.records == early.records[: len(late.records)] and late.records
+        assert early.is_done.wait(60) and late.is_done.wait(60)
+        assert staging.pending_step is None
+        staging.follow(after)
+    (manifest,) = commits_of(tmp_path).values()
+    assert folder == str(tmp_path / "run" / "state" / "step-00000000-1")
+    for reader in (early, late, after):
+        assert reader.ends == [None] and reader.records == early.records
+    assert sorted(early.records, key=lambda record: record.file) == sorted(
+        manifest.shards, key=lambda shard: shard.file
+    )
+
+
+def test_a_reader_is_told_that_the_commit_failed(tmp_path: Path, engine: LocalEngine) -> None:
+    with open_session(tmp_path, engine) as session:
+        let(engine, delay_s=0.1, failures=1000)
+        take_step(session, 0)
+        readers = [Reader(), Reader()]
+        staging_of(session).follow(readers[0])
+        assert readers[0].is_done.wait(60)
+        assert staging_of(session).pending_step is None
+        staging_of(session).follow(readers[1])
+        for reader in readers:
+            assert "No space left on device" in str(reader.ends[0]) and len(reader.ends) == 1
+
+
+def test_a_reader_that_fails_harms_neither_the_commit_nor_other_readers(tmp_path: Path, engine: LocalEngine) -> None:
+    def fail(record: ShardRecord | None, error: Exception | None) -> None:
+        raise KeyError("reader")
+
+    with open_session(tmp_path, engine) as session:
+        let(engine, delay_s=0.05)
+        take_step(session, 0)
+        other = Reader()
+        staging_of(session).follow(fail)
+        staging_of(session).follow(other)
+        assert other.is_done.wait(60)
+    assert list(commits_of(tmp_path)) == [0] and other.ends == [None]
+
+
+def own_sets_of(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "run" / "state").iterdir()} - sets_of(folder)
+
+
+def write_sets(session: Session, step: int, first_epoch: int = 5) -> dict[str, str]:
+    """Have both groups written at the same time; return their folders."""
+    folders: dict[str, str] = {}
+    staging = staging_of(session)
+
+    def write(group: str, epoch: int) -> None:
+        told: list[ShardRecord] = []
+        records = staging.write_transition_set(step, epoch, group, told.append)
+        folder = staging.transition_folder(step, epoch)
+        assert read_state(folder).shards == records and {record.group for record in records} == {group}
+        assert sorted(record.file for record in told) == sorted(record.file for record in records)
+        folders[group] = folder
+
+    groups = ("actor.training", "critic.training")
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(write, group, first_epoch + n) for n, group in enumerate(groups)]:
+            future.result(60)
+    return folders
+
+
+def test_the_state_of_a_boundary_is_staged_for_a_transition_alone(
+    tmp_path: Path, engine: LocalEngine, undisturbed: dict[int, Manifest]
+) -> None:
+    with open_session(tmp_path, engine, staging={"every": 4}) as session:
+        let(engine, delay_s=0.02, failures=2)
+        take_step(session, 0)
+        folders = write_sets(session, 1)
+        names = {"transition-00000001-1.5", "transition-00000001-1.6"}
+        assert {Path(folder).name for folder in folders.values()} == names == own_sets_of(tmp_path)
+        assert all(verify_state(folder) == [] for folder in folders.values())
+        found = {key: value for folder in folders.values() for key, value in checksums_of(read_state(folder)).items()}
+        assert found == checksums_of(undisturbed[0])
+        assert staging_of(session).newest is None and not live_commits(Journal(str(tmp_path / "run")).entries())
+        report = inspect(str(tmp_path / "run"))
+        assert report.sets == () and report.uncommitted == ()
+        for _ in range(2):
+            staging_of(session).discard_transition_sets()
+            assert not own_sets_of(tmp_path)
+        let(engine)
+        for step in (1, 2, 3):
+            take_step(session, step)
+    assert list(commits_of(tmp_path)) == [3]
+
+
+def test_what_is_staged_for_a_transition_is_never_a_copy_of_an_earlier_step(
+    tmp_path: Path, engine: LocalEngine, undisturbed: dict[int, Manifest]
+) -> None:
+    with open_session(tmp_path, engine, staging={"every": 3}) as session:
+        for step in (0, 1):
+            take_step(session, step)
+        let(engine, delay_s=0.2)
+        take_step(session, 2)
+        run_step(session, 3)  # updates what the commit of step 2 has copied
+        assert staging_of(session).pending_step == 2
+        folders = write_sets(session, 4)
+        found = {key: value for folder in folders.values() for key, value in checksums_of(read_state(folder)).items()}
+    assert found == checksums_of(undisturbed[3])
+    assert checksums_of(commits_of(tmp_path)[2]) == checksums_of(undisturbed[2])
+
+
+def test_a_set_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, engine: LocalEngine) -> None:
+    with open_session(tmp_path, engine, staging={"every": 4}) as session:
+        take_step(session, 0)
+        let(engine, failures=1000)
+        with pytest.raises(OSError, match="No space left on device"):
+            staging_of(session).write_transition_set(1, 5, "actor.training", lambda record: None)
+        staging_of(session).discard_transition_sets()
+        assert not own_sets_of(tmp_path)
+        let(engine)
+        staging_of(session).write_transition_set(1, 6, "actor.training", lambda record: None)
+        assert own_sets_of(tmp_path) == {"transition-00000001-1.6"}
+
+
+def test_the_end_of_a_session_gives_up_what_is_staged_for_a_transition(tmp_path: Path, engine: LocalEngine) -> None:
+    with open_session(tmp_path, engine, staging={"every": 4}) as session, ThreadPoolExecutor(1) as pool:
+        take_step(session, 0)
+        let(engine, delay_s=0.5)
+        begun = threading.Event()
+        written = pool.submit(
+            staging_of(session).write_transition_set, 1, 5, "actor.training", lambda record: begun.set()
+        )
+        assert begun.wait(60)
+        staging_of(session).close(timeout_s=0.1)
+        with pytest.raises(OSError, match="there was no time left"):
+            written.result(60)
+        with pytest.raises(RuntimeError, match="being stopped"):
+            staging_of(session).write_transition_set(1, 6, "actor.training", lambda record: None)
+        engine.submit_beside(0, "be")
+    assert own_sets_of(tmp_path) == {"transition-00000001-1.5"}
+    with Session.open(build_config(TREE), run_id="other", engine=engine, resume_from=str(tmp_path / "run")):
+        assert not own_sets_of(tmp_path), "those that a session has left go when the next one starts"
+
+
+def test_after_a_change_of_the_plan_other_shards_are_written(
+    tmp_path: Path, engine: LocalEngine, undisturbed: dict[int, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_session(tmp_path, engine, staging={"keep": 4}) as session:
+        take_step(session, 0)
+        staging_of(session).wait(60)
+        monkeypatch.setattr(nereus.runtime.staged_steps, "SHARD_BYTES", 1 << 20)
+        staging_of(session).adopt(session._hold_shards(), session._spare_bytes(session.plan))
+        take_step(session, 1)
+    commits = commits_of(tmp_path)
+    assert len(commits[0].shards) > 4 * len(commits[1].shards) > 0
+    assert {step: checksums_of(commits[step]) for step in (0, 1)} == {
+        step: checksums_of(undisturbed[step]) for step in (0, 1)
+    }
+
+
+def test_a_run_that_went_back_commits_the_same_step_again(tmp_path: Path, engine: LocalEngine) -> None:
+    with open_session(tmp_path, engine) as session:
+        staging, orders = staging_of(session), session._hold_shards()
+        for version in (0, 1):
+            state = {**session._run_state(0), "policy_version": version}
+            staging.begin(0, state, session.plan.to_record())
+            assert staging.wait(60)
+            assert staging.newest is not None and staging.newest.step == 0
+            staging.adopt(orders, {}, next_step=0)
+            assert staging.commits == ()
+    (manifest,) = commits_of(tmp_path).values()
+    assert manifest.run_state["policy_version"] == 1

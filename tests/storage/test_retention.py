@@ -55,6 +55,29 @@ def test_a_set_that_its_writer_gives_up_goes(store_url):
         discard_set(store_url, "../step-00000000-1")
 
 
+def test_what_transitions_have_staged_for_themselves_goes_when_asked_for(store_url):
+    names = ["transition-00000001-1.7", "transition-00000003-2.8", "transition-00000003-2.9", "transition-00000004-3.1"]
+    for name in ["step-00000002-2", *names]:
+        make_set(store_url, name, committed=name != names[2])
+    assert retire(store_url, keep=["step-00000002-2"], lease_s=LEASE_S) == []
+    assert list_names(store_url) == ["step-00000002-2", *names]
+    keep = {"keep": ["step-00000002-2"], "lease_s": LEASE_S, "transitions": True}
+    assert retire(store_url, own=[names[1]], **keep) == [names[0], names[2]]
+    assert retire(store_url, **keep) == [names[1]]
+    assert list_names(store_url) == ["step-00000002-2", names[3]]  # of a later take-over
+
+
+def test_a_set_of_a_transition_is_discarded_by_its_name(store_url):
+    make_set(store_url, "transition-00000001-1.7")
+    make_set(store_url, "transition-00000001-1.8")
+    for _ in range(2):
+        discard_set(store_url, "transition-00000001-1.7")
+        assert list_names(store_url) == ["transition-00000001-1.8"]
+    for name in ("transition-00000001-1", "transition-1-1.8", "transition-00000001-1.8/..", "transition-00000001-1."):
+        with pytest.raises(ValueError, match="is no name of a staged set"):
+            discard_set(store_url, name)
+
+
 def test_nothing_there_is_nothing_to_do(store_url):
     assert retire(store_url, keep=[], lease_s=LEASE_S) == []
     assert list_names(store_url) == []
@@ -72,10 +95,11 @@ def test_sets_of_a_later_take_over_stay(store_url):
 
 def test_what_is_no_set_stays(store_url):
     others = ["step-1-1", "step-00000000", "step-00000000-1.bak", "transition-00000001-1", "notes", "step-00000000-x"]
+    others += ["transition-1-1.1", "transition-00000001-1.1.bak"]
     for name in others:
         make_set(store_url, name)
     replace_file(f"{store_url}/manifest.json", b"{}")
-    assert retire(store_url, keep=[], lease_s=LEASE_S, take_over=9) == []
+    assert retire(store_url, keep=[], lease_s=LEASE_S, take_over=9, transitions=True) == []
     assert list_names(store_url) == sorted([*others, "manifest.json"])
 
 

@@ -10,19 +10,21 @@ from storage.manifest import ShardRecord
 
 
 class SlowRank(Rank):
-    """Before each shard it sleeps `delay_s`; the first `failures` shards of its life fail."""
+    """Before each shard of a folder that has `slow_in` in its name it sleeps `delay_s`; the next `failures` fail."""
 
     delay_s = 0.0
+    slow_in = ""
     failures = 0
     written_from_copies = 0
 
-    def be(self, delay_s: float = 0.0, failures: int = 0) -> None:
+    def be(self, delay_s: float = 0.0, failures: int = 0, slow_in: str = "") -> None:
         """Set how slow this worker is from now on, and how many of its next shards fail."""
-        self.delay_s, self.failures, self.written_from_copies = delay_s, failures, 0
+        self.delay_s, self.failures, self.slow_in, self.written_from_copies = delay_s, failures, slow_in, 0
 
     def write_shard(self, folder: str, file: str) -> ShardRecord:
         """Write a shard late, or not at all."""
-        time.sleep(self.delay_s)
+        if self.slow_in in folder:
+            time.sleep(self.delay_s)
         if self.failures:
             self.failures -= 1
             os.makedirs(folder, exist_ok=True)

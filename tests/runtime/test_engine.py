@@ -350,26 +350,25 @@ def test_the_end_of_the_nursery_is_recovered_from(group_engine: LocalEngine, at_
     assert wait_for(lambda: not any(is_running(pid) for pid in pids.values()))
 
 
-def test_commands_that_wait_for_a_device_during_the_failure_never_run(
-    group_engine: LocalEngine, at_once: list[float]
+def test_a_device_whose_restart_was_not_tried_has_died_once(
+    group_engine: LocalEngine, at_once: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were given before it, so whoever recovers knows nothing of them."""
-    errors: list[CommandError] = []
+    def refuse(devices: Sequence[int]) -> Any:
+        raise CommandError("no worker can be forked now", label="start")
 
-    def queue_up() -> None:
-        try:
-            run_command(group_engine, "keep", {1: {"value": 5}}, label="late", step=3)
-        except CommandError as error:
-            errors.append(error)
+    break_it(group_engine, (1, signal.SIGKILL))
+    with monkeypatch.context() as patch:
+        patch.setattr(group_engine, "_fork", refuse)
+        for _ in range(3):
+            with pytest.raises(CommandError, match="no worker can be forked now"):
+                group_engine.recover(step=3)
+    assert group_engine.recover(step=3) == (1,)
+    assert_recovered(group_engine, 2)
 
-    threads = [threading.Thread(target=queue_up) for _ in range(4)]
-    threading.Timer(0.1, lambda: [thread.start() for thread in threads]).start()
-    break_it(group_engine, (0, signal.SIGKILL))
-    assert group_engine.recover(step=3) == (0,)
-    for thread in threads:
-        thread.join(timeout=10)
-    assert len(errors) == 4 and all("device 0 was lost" in str(error) for error in errors)
-    assert run_command(group_engine, "kept", {1: {}}, label="kept", step=3) == {1: None}
+
+def test_a_device_without_a_worker_is_told(engine: LocalEngine) -> None:
+    with pytest.raises(WorkerLost, match=r"device 9 was lost \(it has no worker\)"):
+        engine.submit(9, "echo", value=1).result(timeout=0)
 
 
 def test_a_failed_start_leaves_the_engine_as_it_was(group_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +484,28 @@ def test_what_failed_before_a_recovery_breaks_nothing_after_it() -> None:
     assert engine.broken is None
     engine.mark_broken("third", generation=1)
     assert engine.broken == "third"
+
+
+def test_a_command_that_waited_for_a_device_through_a_recovery_never_runs() -> None:
+    """It was given before the failure, so whoever has recovered knows nothing of it."""
+    engine = PaperEngine({1: (0.0, None)})
+    errors: list[CommandError] = []
+
+    def give() -> None:
+        with pytest.raises(CommandError) as caught:
+            run_command(engine, "any", {1: {}}, label="late", step=3)
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=give)
+    with engine.devices_locked([1]):
+        thread.start()
+        thread.join(timeout=0.2)  # it waits for the device
+        engine.mark_broken("device 0 was lost")
+        engine._recovered_from, engine.broken, engine.generation = "device 0 was lost", None, 1
+    thread.join(timeout=10)
+    assert [str(error) for error in errors] == ["device 0 was lost"] and not engine.futures
+    assert engine.broken is None
+    assert run_command(engine, "any", {1: {}}, label="next", step=3) == {1: 1}
 
 
 DRIVER = """

@@ -385,7 +385,7 @@ def test_what_is_staged_for_a_transition_is_never_a_copy_of_an_earlier_step(
     with open_session(tmp_path, engine, staging={"every": 3}) as session:
         for step in (0, 1):
             take_step(session, step)
-        let(engine, delay_s=0.2)
+        let(engine, delay_s=0.2, slow_in="step-")
         take_step(session, 2)
         run_step(session, 3)  # updates what the commit of step 2 has copied
         assert staging_of(session).pending_step == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,10 @@ def engine() -> PaperEngine:
 
 
 @pytest.fixture
-def writer(tmp_path: Path, engine: PaperEngine) -> TransitionSetWriter:
-    return TransitionSetWriter(engine, str(tmp_path), run_id="run", take_over=3)
+def writer(tmp_path: Path, engine: PaperEngine) -> Iterator[TransitionSetWriter]:
+    writer = TransitionSetWriter(engine, str(tmp_path), run_id="run", take_over=3)
+    yield writer
+    writer.stop()
 
 
 def files_of(commands: Sequence[tuple[int, str, dict[str, Any], Future]]) -> set[str]:

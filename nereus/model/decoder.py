@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,13 @@ class DecoderShard(nn.Module):
         group: Group,
         dtype: torch.dtype,
         device: torch.device | str,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """Make the rank's modules.
+
+        Args:
+            tensors: the parameters' memory by name, taken as it is; without it new memory is made.
+        """
         super().__init__()
         check_layout(spec, layout)
         assert group.size == layout.tp and group.rank == layout.tp_rank(rank), (layout, rank, group.rank, group.size)
@@ -101,7 +107,7 @@ class DecoderShard(nn.Module):
         stage = layout.stage(rank)
         self.is_first, self.is_last = stage == 0, stage == layout.pp - 1
         self.vocab_range = partition(spec.vocab, layout.tp)[layout.tp_rank(rank)]
-        place = Place(layout.tp_rank(rank), layout.tp, group, dtype, device)
+        place = Place(layout.tp_rank(rank), layout.tp, group, dtype, device if tensors is None else "meta")
         if self.is_first or (self.is_last and spec.ties_head):
             self.embed = VocabEmbedding(spec, place)
         numbers = stage_layers(spec, layout, stage)
@@ -111,6 +117,9 @@ class DecoderShard(nn.Module):
             if not spec.ties_head:
                 rows = {"lm": place.share(spec.vocab), "value": 1, "score": spec.num_labels}[spec.head]
                 self.head = Linear(rows, spec.hidden, False, place)
+        for name, tensor in (tensors or {}).items():
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, nn.Parameter(tensor))
         self._rotary = RotaryTable(spec, dtype, device)
         self._prepared: list[DecodeLayer] = []
         self._prepared_head: Product | None = None

@@ -161,7 +161,9 @@ class ElasticSteps(StagedSteps):
         self._staging.adopt(self._hold_shards(), self._spare_bytes(plan))
 
     def _leave_unused(self) -> None:
-        """End the workers of devices that the plan in force doesn't use."""
+        """End the workers of devices that the plan in force doesn't use, unless they are others'."""
+        if not self._owns_engine:
+            return
         unused = sorted(set(self._engine.pids()) - set(self.plan.devices))
         if unused:
             self._engine.release(unused)
@@ -231,5 +233,5 @@ class ElasticSteps(StagedSteps):
         if self.next_step != was:
             logger.warning("The run goes on from step %d, after its last commit.", self.next_step)
             self._records.cut_back(self.next_step, self._opened.owner.check)
-        self._staging.adopt(self._hold_shards(), self._spare_bytes(plan))
+        self._staging.adopt(self._hold_shards(), self._spare_bytes(plan), next_step=self.next_step)
         self._sync(None)

@@ -84,8 +84,15 @@ class ShardWorks:
 
     def __init__(self, orders: Sequence[ShardOrder], units: Mapping[str, StagedUnit]) -> None:
         self._orders = {order.file: order for order in orders}
-        self._units = units
+        self._units = dict(units)
         self._copies: dict[str, list[Tensor]] = {}
+
+    def hold(self, group: str, unit: StagedUnit | None) -> None:
+        """Write a group from these tensors from now on; from none where its unit is being taken apart."""
+        if unit is None:
+            self._units.pop(group, None)
+        else:
+            self._units[group] = unit
 
     def write(self, folder: str, file: str) -> ShardRecord:
         """Write one shard; its copy, if there is one, is freed."""

@@ -15,11 +15,11 @@ import torch
 from nereus.config import RunConfig
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
+from nereus.runtime.elastic_steps import ElasticSteps
 from nereus.runtime.engine import Engine
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.measure import collect_metrics
 from nereus.runtime.opening import OpenRun, open_run
-from nereus.runtime.staged_steps import StagedSteps
 from nereus.runtime.timing import StepClock
 from nereus.tracking import Trackers, open_trackers
 
@@ -31,7 +31,7 @@ def find_session(run_id: str) -> Session:
     return _open_sessions[run_id]
 
 
-class Session(StagedSteps):
+class Session(ElasticSteps):
     """Everything that a running job holds; a context manager, so that every way out frees the workers."""
 
     def __init__(self, run: OpenRun, *, engine: Engine | None = None) -> None:

@@ -31,6 +31,7 @@ class StagedSteps(PpoSteps):
     def __init__(self, run: OpenRun, engine: Engine) -> None:
         super().__init__(run.job, engine)
         self.next_step = 0
+        self._owns_engine = True
         self._opened = run
         self._records = run.run_dir
         self._staging: Staging | None = None

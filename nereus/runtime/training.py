@@ -74,11 +74,18 @@ class AdamW:
     Moments have the masters' dtype. One integer counts the updates of the whole model-stage.
     """
 
-    def __init__(self, masters: dict[str, Tensor], settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        masters: dict[str, Tensor],
+        settings: OptimizerSettings,
+        moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
+    ) -> None:
         self.masters = masters
         self.settings = settings
-        self.exp_avg = {name: torch.zeros_like(tensor) for name, tensor in masters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(tensor) for name, tensor in masters.items()}
+        if moments is None:
+            first, second = ({name: torch.zeros_like(t) for name, t in masters.items()} for _ in range(2))
+            moments = first, second
+        self.exp_avg, self.exp_avg_sq = moments
         self.updates = 0
 
     def step(self, gradients: dict[str, Tensor], lr: float) -> None:
@@ -110,12 +117,20 @@ class AdamW:
 class TrainingUnit:
     """One rank of actor.training or critic.training."""
 
-    def __init__(self, shard: DecoderShard, links: Links, optimizer: OptimizerSettings, loss: LossSettings) -> None:
+    def __init__(
+        self,
+        shard: DecoderShard,
+        links: Links,
+        optimizer: OptimizerSettings,
+        loss: LossSettings,
+        state: Sequence[dict[str, Tensor]] = (),
+    ) -> None:
+        """Begin with fresh moments, or on `state`: masters, exp_avg and exp_avg_sq by parameter, taken as they are."""
         self.shard = shard
         self.links = links
         self.loss = loss
-        self.masters = make_masters(shard)
-        self.optimizer = AdamW(self.masters, optimizer)
+        self.masters = state[0] if state else make_masters(shard)
+        self.optimizer = AdamW(self.masters, optimizer, (state[1], state[2]) if state else None)
         self.skipped_in_a_row = 0
 
     @property

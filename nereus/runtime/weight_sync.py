@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from storage.slices import TensorSlice
 def sync_copies(spec: ModelSpec, training: StagePlan, generation: StagePlan) -> tuple[Copy, ...]:
     """Return the copies of one weight sync; every device computes the same list."""
     return tuple(plan_copies(spec, training.layout, training.replicas, generation.layout, generation.replicas))
+
+
+class Slices(Protocol):
+    """What a device holds, by slices."""
+
+    def find(self, part: TensorSlice) -> Tensor:
+        """Return a view of exactly `part`."""
 
 
 class SliceStore:
@@ -87,9 +95,10 @@ class WeightSync:
         *,
         dtype: torch.dtype,
         torch_device: torch.device,
+        bucket_bytes: int = SYNC_BUCKET_BYTES,
     ) -> None:
         self.torch_device = torch_device
-        most = SYNC_BUCKET_BYTES // dtype.itemsize
+        most = bucket_bytes // dtype.itemsize
         self.dtype = dtype
         self.local = [copy.slice for copy in copies if copy.source == copy.target == device]
         self.sends: dict[int, list[Bucket]] = {}
@@ -108,7 +117,7 @@ class WeightSync:
     def received_bytes(self) -> int:
         return sum(b.num_elements for buckets in self.receives.values() for b in buckets) * self.dtype.itemsize
 
-    def run(self, source: SliceStore | None, target: SliceStore | None, communicator: Communicator) -> None:
+    def run(self, source: Slices | None, target: Slices | None, communicator: Communicator) -> None:
         """Copy everything; `communicator` spans `devices`. All sends and receives of a round are posted before any is
         awaited, so no order of rounds can deadlock. Two rounds are in flight, and they alternate between two buffers
         for each peer and direction."""
@@ -146,14 +155,14 @@ class WeightSync:
             finish()
 
 
-def _gather(bucket: Bucket, source: SliceStore, message: Tensor) -> None:
+def _gather(bucket: Bucket, source: Slices, message: Tensor) -> None:
     offset = 0
     for part in bucket.parts:
         message[offset : offset + part.num_elements].view(part.sizes).copy_(source.find(part))
         offset += part.num_elements
 
 
-def _receiver(pending: Pending, buffer: Tensor, bucket: Bucket, target: SliceStore) -> Callable[[], None]:
+def _receiver(pending: Pending, buffer: Tensor, bucket: Bucket, target: Slices) -> Callable[[], None]:
     def finish() -> None:
         pending.wait()
         offset = 0

@@ -1,0 +1,24 @@
+"""A worker whose optimizer can be looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from nereus.layout import owned_slices
+from nereus.runtime.rank import Rank
+from nereus.staged_state import PREFIXES
+
+
+class OpenRank(Rank):
+    """The real worker, with one more command."""
+
+    def read_state(self, model_stage: str) -> list[tuple[Sequence[int], str, np.ndarray]]:
+        """Return the parameters and moments that this rank owns, as (starts, name, array), from live memory."""
+        unit = self.units[model_stage]
+        assert unit.staged is not None
+        parts = owned_slices(unit.shard.spec, unit.shard.layout, unit.shard.rank)
+        named = [replace(part, name=prefix + part.name) for prefix in PREFIXES for part in parts if part.num_elements]
+        return [(part.starts, part.name, unit.staged.find(part).detach().numpy().copy()) for part in named]

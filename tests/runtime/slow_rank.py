@@ -31,7 +31,7 @@ class SlowRank(Rank):
             with open(os.path.join(folder, f".{file}.0.writing"), "wb") as torn:
                 torn.write(b"torn")
             raise OSError(28, "No space left on device")
-        self.written_from_copies += file in self._shards._copies
+        self.written_from_copies += file in self.shards._copies
         return super().write_shard(folder, file)
 
     def count_written_from_copies(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -212,14 +213,7 @@ class DecoderShard(nn.Module):
 
     def views(self) -> tuple[ShardView, ...]:
         """Return where each canonical slice of this rank lies; exactly `slices_of(spec, layout, rank)`, in order."""
-        slices = slices_of(self.spec, self.layout, self.rank)
-        places = [_parameter_of(part.name) for part in slices]
-        rows: dict[tuple[str, int], int] = {place: part.sizes[0] for place, part in zip(places, slices, strict=True)}
-        views = []
-        for part, (parameter, index) in zip(slices, places, strict=True):
-            start = sum(rows[parameter, before] for before in range(index))
-            views.append(ShardView(part, parameter, start, part.sizes[0]))
-        return tuple(views)
+        return shard_views(self.spec, self.layout, self.rank)
 
     def prepare_decode(self) -> None:
         """Copy the matrices into the order that decoding reads fastest; call it whenever they have changed.
@@ -234,6 +228,19 @@ class DecoderShard(nn.Module):
     def drop_prepared(self) -> None:
         """Free what `prepare_decode` copied."""
         self._prepared, self._prepared_head = [], None
+
+
+@lru_cache(maxsize=1024)
+def shard_views(spec: ModelSpec, layout: Layout, rank: int) -> tuple[ShardView, ...]:
+    """Return where each canonical slice of a rank lies in its parameters, in the order of `slices_of`."""
+    slices = slices_of(spec, layout, rank)
+    places = [_parameter_of(part.name) for part in slices]
+    rows: dict[tuple[str, int], int] = {place: part.sizes[0] for place, part in zip(places, slices, strict=True)}
+    views = []
+    for part, (parameter, index) in zip(slices, places, strict=True):
+        start = sum(rows[parameter, before] for before in range(index))
+        views.append(ShardView(part, parameter, start, part.sizes[0]))
+    return tuple(views)
 
 
 def _parameter_of(name: str) -> tuple[str, int]:

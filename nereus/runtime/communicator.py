@@ -13,7 +13,7 @@ each polls the abort flag, and on one host also whether the peers are alive, and
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -68,6 +68,7 @@ class Communicator:
         self.size = size
         self._group = group
         self._watch = watch
+        self._buffers: list[torch.UntypedStorage] = []  # of packed messages that are over, where there is no mailbox
 
     @classmethod
     def connect(
@@ -170,6 +171,38 @@ class Communicator:
         assert group is not None
         return Pending(group.recv(tensor, src, tag))
 
+    def send_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, dst: int, tag: int = 0) -> Pending:
+        """Start to send tensors of any strides as one message, laid end to end and cast to `dtype`; see `send`.
+
+        The tensors may be changed or freed at once. On shared memory they are copied right into the message.
+        """
+        assert dst != self.rank and 0 <= dst < self.size, dst
+        group = self._live_group()
+        if isinstance(group, _SharedGroup):
+            return Pending(group.send_parts(parts, dtype, dst, tag))
+        message = self._take_buffer(parts, dtype)
+        for part, place in zip(parts, _places(message, parts), strict=True):
+            place.copy_(part)
+        wait_sent = group.send(message, dst, tag)
+        return Pending(lambda: self._give_back(wait_sent, message))
+
+    def recv_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, src: int, tag: int = 0) -> Pending:
+        """Start to receive what `send_parts` sends as `dtype`, into tensors of any strides; `wait` fills them."""
+        assert src != self.rank and 0 <= src < self.size, src
+        group = self._live_group()
+        if isinstance(group, _SharedGroup):
+            return Pending(group.recv_parts(parts, dtype, src, tag))
+        message = self._take_buffer(parts, dtype)
+        wait_received = group.recv(message, src, tag)
+
+        def scatter() -> None:
+            wait_received()
+            for part, place in zip(parts, _places(message, parts), strict=True):
+                part.copy_(place)
+            self._buffers.append(message.untyped_storage())
+
+        return Pending(scatter)
+
     def barrier(self) -> None:
         """Wait until all ranks are here.
 
@@ -182,15 +215,31 @@ class Communicator:
 
     def trim(self) -> None:
         """Give the memory of messages that were read back to the system, between two stages of a step."""
+        self._buffers.clear()
         if isinstance(self._group, _SharedGroup):
             self._group.trim()
 
     def close(self) -> None:
         """Leave the group; may be called twice, and by each rank at its own time once all transfers are over."""
+        self._buffers.clear()
         group, self._group = self._group, None
         if group is not None:
             group.close()
             self._watch.close()
+
+    def _take_buffer(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor for a message, in memory of an earlier one that is over if one is large enough."""
+        count = sum(part.numel() for part in parts)
+        fitting = [buffer for buffer in self._buffers if buffer.nbytes() >= count * dtype.itemsize]
+        if not fitting:
+            return torch.empty(count, dtype=dtype, device=parts[0].device)
+        best = min(fitting, key=lambda buffer: buffer.nbytes())
+        self._buffers.remove(best)
+        return torch.empty(0, dtype=dtype, device=parts[0].device).set_(best)[:count]
+
+    def _give_back(self, wait_sent: Callable[[], None], message: torch.Tensor) -> None:
+        wait_sent()
+        self._buffers.append(message.untyped_storage())
 
     def _begin(self, tensor: torch.Tensor) -> tuple[_Group | None, torch.Tensor]:
         assert tensor.is_contiguous(), "communicators move contiguous tensors only"
@@ -231,6 +280,16 @@ class _SharedGroup(SharedCollectives):
         number = self._mailbox.expect(src, tag)
         return lambda: self._mailbox.fetch(tensor, src, tag, number)
 
+    def send_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, dst: int, tag: int) -> Callable[[], None]:
+        """Put tensors into one letter; the returned function waits until it was read."""
+        letter = self._mailbox.post_parts(parts, dtype, dst, tag)
+        return lambda: self._mailbox.wait_read(letter, dst, tag)
+
+    def recv_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, src: int, tag: int) -> Callable[[], None]:
+        """Register for the next message; the returned function waits for it and copies it into the tensors."""
+        number = self._mailbox.expect(src, tag)
+        return lambda: self._mailbox.fetch_parts(parts, dtype, src, tag, number)
+
     def trim(self) -> None:
         """Give the memory of messages that were read back to the system."""
         self._mailbox.trim()
@@ -253,3 +312,9 @@ def _meet_in_store(
 
     wait_until(lambda: store.check(keys), watch, describe)
     return [json.loads(store.get(key)) for key in keys]
+
+
+def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return where in a flat message each part lies."""
+    pieces = message.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -13,6 +13,7 @@ as in `shared_reduce`: the first word is written after the others and cleared la
 import mmap
 import os
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,12 +65,16 @@ class Mailbox:
 
     def post(self, tensor: torch.Tensor, dst: int, tag: int) -> int:
         """Copy a contiguous tensor into a letter to `dst`; return the letter, for `wait_read`."""
+        return self.post_parts([tensor], tensor.dtype, dst, tag)
+
+    def post_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, dst: int, tag: int) -> int:
+        """Copy tensors of any strides, laid end to end and cast to `dtype`, into a letter to `dst`; return it."""
+        num_bytes = sum(part.numel() for part in parts) * dtype.itemsize
         number = self._sent[dst, tag]
         self._sent[dst, tag] = number + 1
         letter = self._letter(self._rank, dst, self._next_letter[dst])
         self._next_letter[dst] = (self._next_letter[dst] + 1) % LETTERS
         self.wait_read(letter, dst, tag)
-        num_bytes = tensor.numel() * tensor.element_size()
         buffer_id = self._take_buffer(num_bytes)
         descriptor, capacity, buffer = self._own[buffer_id]
         words = self._words
@@ -77,11 +82,12 @@ class Mailbox:
         words[letter + 4], words[letter + 5], words[letter + 6] = descriptor, capacity, 0
         self._unread[letter] = buffer_id
         words[letter] = number + 1
-        source = tensor.view(-1).view(torch.uint8)
-        for start in range(0, num_bytes, _PIECE_BYTES):
-            end = min(start + _PIECE_BYTES, num_bytes)
-            buffer.data[start:end].copy_(source[start:end])
+
+        def copy(part: torch.Tensor, start: int, end: int) -> None:
+            buffer.data[start:end].view(dtype).view(part.shape).copy_(part)
             words[letter + 6] = end
+
+        _walk(parts, dtype, copy)
         return letter
 
     def wait_read(self, letter: int, dst: int, tag: int) -> None:
@@ -103,6 +109,14 @@ class Mailbox:
         Raises:
             CommunicatorError: the message has another size than the tensor.
         """
+        self.fetch_parts([tensor], tensor.dtype, src, tag, number)
+
+    def fetch_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, src: int, tag: int, number: int) -> None:
+        """Wait for a message of `dtype` and copy it, front to back, into tensors of any strides and dtype.
+
+        Raises:
+            CommunicatorError: the message has another size than the tensors.
+        """
         found: list[int] = []
 
         def arrived() -> bool:
@@ -116,22 +130,20 @@ class Mailbox:
 
         wait_until(arrived, self._watch, describe)
         words, letter = self._words, found[0]
-        num_bytes = words[letter + 2]
-        if num_bytes != tensor.numel() * tensor.element_size():
+        num_bytes, wanted = words[letter + 2], sum(part.numel() for part in parts) * dtype.itemsize
+        if num_bytes != wanted:
             raise CommunicatorError(
-                f"rank {self._rank} expects {tensor.numel() * tensor.element_size()} bytes from rank {src} "
-                f"with tag {tag}, which sent {num_bytes}"
+                f"rank {self._rank} expects {wanted} bytes from rank {src} with tag {tag}, which sent {num_bytes}"
             )
         if num_bytes:
             buffer = self._open_buffer(src, words[letter + 3], words[letter + 4], words[letter + 5])
-            target = tensor.view(-1).view(torch.uint8)
-            start = 0
-            while start < num_bytes:
-                if words[letter + 6] == start:
-                    wait_until(lambda: words[letter + 6] > start, self._watch, describe)  # noqa: B023
-                end = words[letter + 6]
-                target[start:end].copy_(buffer.data[start:end])
-                start = end
+
+            def copy(part: torch.Tensor, start: int, end: int) -> None:
+                if words[letter + 6] < end:
+                    wait_until(lambda: words[letter + 6] >= end, self._watch, describe)
+                part.copy_(buffer.data[start:end].view(dtype).view(part.shape))
+
+            _walk(parts, dtype, copy)
         words[letter] = 0
 
     def trim(self) -> None:
@@ -189,3 +201,21 @@ class Mailbox:
             finally:
                 os.close(own)
         return buffer
+
+
+def _walk(parts: Sequence[torch.Tensor], dtype: torch.dtype, copy: Callable[[torch.Tensor, int, int], None]) -> None:
+    """Call `copy(part, start, end)` for pieces of about a MiB, in order, with their place in the message in bytes."""
+    start = 0
+    for part in parts:
+        for piece in _cut(part, _PIECE_BYTES // dtype.itemsize):
+            end = start + piece.numel() * dtype.itemsize
+            copy(piece, start, end)
+            start = end
+
+
+def _cut(part: torch.Tensor, most_elements: int) -> Sequence[torch.Tensor]:
+    if part.numel() <= most_elements:
+        return [part] if part.numel() else []
+    if part.is_contiguous():
+        return part.view(-1).split(most_elements)
+    return part.split(max(1, most_elements * part.shape[0] // part.numel()))

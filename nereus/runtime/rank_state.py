@@ -6,7 +6,7 @@ nothing here uses a communicator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ from nereus.limits import RESTORE_BUFFER_BYTES
 from nereus.model.decoder import DecoderShard
 from nereus.model.spec import ModelSpec
 from nereus.runtime.training import TrainingUnit
-from nereus.runtime.weight_sync import SliceStore
-from nereus.staged_state import PREFIXES, ShardOrder, base_name, staged_shapes, wanted_slices
+from nereus.runtime.unit_tensors import HeldTensors
+from nereus.staged_state import ShardOrder, staged_shapes, wanted_slices
 from storage.manifest import DamagedState, ShardRecord
 from storage.shard_writer import ShardWriter
 from storage.slices import TensorSlice
@@ -44,12 +44,9 @@ class Restored:
 class StagedUnit:
     """The tensors of one training model-stage on this device, by their names in staged state."""
 
-    def __init__(self, shard: DecoderShard, training: TrainingUnit) -> None:
+    def __init__(self, shard: DecoderShard, training: TrainingUnit, held: HeldTensors) -> None:
         self.shard, self.training = shard, training
-        self.shapes = staged_shapes(shard.spec)
-        optimizer = training.optimizer
-        maps = (training.masters, optimizer.exp_avg, optimizer.exp_avg_sq)
-        self._stores = {prefix: SliceStore(shard, tensors) for prefix, tensors in zip(PREFIXES, maps, strict=True)}
+        self._held = held
 
     @property
     def spec(self) -> ModelSpec:
@@ -57,9 +54,7 @@ class StagedUnit:
 
     def find(self, part: TensorSlice) -> Tensor:
         """Return the live memory of a slice that this rank holds."""
-        name = base_name(part.name)
-        prefix = part.name.removesuffix(name)
-        return self._stores[prefix].find(TensorSlice(name, part.starts, part.sizes))
+        return self._held.find(part)
 
     def restore(self, group: str, folder: str, shards: Sequence[ShardRecord], counters: Counters) -> Restored:
         """Fill parameters, moments and counters from a committed set; damage is told, not raised."""
@@ -82,27 +77,25 @@ class StagedUnit:
 class ShardWorks:
     """The shards that this device writes for each commit, and copies of those that an update would overwrite."""
 
-    def __init__(self, orders: Sequence[ShardOrder], units: Mapping[str, StagedUnit]) -> None:
-        self._orders = {order.file: order for order in orders}
-        self._units = dict(units)
-        self._copies: dict[str, list[Tensor]] = {}
+    def __init__(self, orders: Sequence[ShardOrder], holding: Callable[[str, TensorSlice], HeldTensors]) -> None:
+        """Take the orders.
 
-    def hold(self, group: str, unit: StagedUnit | None) -> None:
-        """Write a group from these tensors from now on; from none where its unit is being taken apart."""
-        if unit is None:
-            self._units.pop(group, None)
-        else:
-            self._units[group] = unit
+        Args:
+            holding: finds who holds a piece of a group at the moment of writing: units may come and go in between.
+        """
+        self._orders = {order.file: order for order in orders}
+        self._holding = holding
+        self._copies: dict[str, list[Tensor]] = {}
 
     def write(self, folder: str, file: str) -> ShardRecord:
         """Write one shard; its copy, if there is one, is freed."""
         order = self._orders[file]
-        unit = self._units[order.group]
-        tensors = self._copies.get(file) or [unit.find(piece) for piece in order.pieces]
+        holder = self._holding(order.group, order.pieces[0])
+        shapes = staged_shapes(holder.spec)
         writer = ShardWriter(folder, group=order.group, file=file)
-        for piece, tensor in zip(order.pieces, tensors, strict=True):
-            writer.add(piece, unit.shapes[piece.name], tensor)
-        with _beside_compute(unit.training.device):
+        for piece, tensor in zip(order.pieces, self._copies.get(file) or self._live(order), strict=True):
+            writer.add(piece, shapes[piece.name], tensor)
+        with _beside_compute(holder.device):
             record = writer.finish_shard()
         self._copies.pop(file, None)
         return record
@@ -111,15 +104,16 @@ class ShardWorks:
     def preserve(self, files: Collection[str]) -> None:
         """Copy what these shards hold, so that updates may change the live tensors."""
         for file in files:
-            order = self._orders[file]
-            unit = self._units[order.group]
-            live = [unit.find(piece) for piece in order.pieces]
-            with _beside_compute(unit.training.device):
+            live = self._live(self._orders[file])
+            with _beside_compute(live[0].device):
                 self._copies[file] = _copy_together(live)
 
     def drop_copies(self) -> None:
         """Free all copies, after a commit that was given up."""
         self._copies.clear()
+
+    def _live(self, order: ShardOrder) -> list[Tensor]:
+        return [self._holding(order.group, piece).find(piece) for piece in order.pieces]
 
 
 def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,8 @@
-"""A worker's part of a transition: units in a pool are made, filled and freed; links of the new plan wait beside."""
+"""A worker's part of a transition: units in the pool are made, filled and freed; links of the new plan wait beside.
+
+begin: connect -> run: primitive by primitive -> commit: units over the new links -> run: free -> end: close old links
+                                              -> undo: units over the old links again, close the new ones
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import contextlib
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,311 +24,323 @@ from nereus.plan import stage_of
 from nereus.runtime.communicator import Communicator, CommunicatorAborted
 from nereus.runtime.links import Links, connect_links
 from nereus.runtime.rank_state import Counters
+from nereus.runtime.slice_transfer import ROUNDS_IN_FLIGHT, most_peers, plan_exchange, run_exchange
 from nereus.runtime.transition_orders import BuildOrder, RestoreOrder, TransitionOrder, UnitKey
-from nereus.runtime.unit_tensors import HeldTensors, prefixed
-from nereus.runtime.weight_sync import WeightSync
+from nereus.runtime.unit_tensors import HeldTensors, named
+from nereus.runtime.units import Dissolved, Units
+from nereus.runtime.weight_sync import WeightSync, connect_weight_sync
+from nereus.runtime.worker import WorkerContext
+from nereus.staged_state import PREFIXES
 from nereus.transition.chunks import Chunk, chunk_order
 from nereus.transition.copies import copies_of, restoration_of
 from nereus.transition.primitives import TRANSFER_BUFFER_BYTES, Primitive
 from storage.manifest import ShardRecord
+from storage.slices import TensorSlice
 from storage.state_reader import StateReader
 
-if TYPE_CHECKING:
-    from nereus.runtime.rank import Rank
-
-_POLL_S = 0.2
+SyncLink = tuple[WeightSync, Communicator]
+_POLL_S = 0.1
 _FEED_LIMIT_S = 600.0
 _Fed = tuple[ShardRecord | None, str | None]
 
 
-@dataclass(frozen=True)
-class _Dissolved:
-    """A unit in force whose tensors are being taken apart: what forms it again over the same tensors."""
-
-    replica: int
-    links: Links
-    key: UnitKey
-    counters: Counters
-    policy_version: int | None
-
-
 @dataclass
-class _UnderWay:
-    epoch: int
-    before: set[UnitKey]
+class _Attempt:
+    """What is connected, and what of the old plan is taken apart."""
+
+    before: frozenset[UnitKey]
+    devices: tuple[int, ...] = ()
+    transfer: Communicator | None = None
     builds: dict[str, BuildOrder] = field(default_factory=dict)
     links: dict[str, tuple[int, Links]] = field(default_factory=dict)
-    sync: tuple[WeightSync, Communicator] | None = None
-    transfer: Communicator | None = None
-    devices: tuple[int, ...] = ()
-    dissolved: dict[str, _Dissolved] = field(default_factory=dict)
+    sync: SyncLink | None = None
+    dissolved: dict[str, Dissolved] = field(default_factory=dict)
     replaced: list[Links] = field(default_factory=list)
+
+    def close_new(self) -> None:
+        """Close what was connected and isn't in force."""
+        for _, links in self.links.values():
+            links.close()
+        self.links.clear()
+        if self.sync is not None:
+            self.sync[1].close()
+        if self.transfer is not None:
+            self.transfer.close()
+
+    def close_old(self) -> None:
+        """Close the links of units that are no longer in force."""
+        for links in (*self.replaced, *(gone.links for gone in self.dissolved.values())):
+            links.close()
 
 
 class RankTransition:
-    """The units that this device holds beside those in force, and the attempt under way."""
+    """One device's side of transitions, one after the other."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank, self._context = rank, rank.context
-        self.pool: dict[UnitKey, HeldTensors] = {}
-        self._now: _UnderWay | None = None
+    def __init__(self, context: WorkerContext, units: Units) -> None:
+        self._context, self._units = context, units
+        self._attempt: _Attempt | None = None
         self._feeds: dict[str, queue.SimpleQueue[_Fed]] = defaultdict(queue.SimpleQueue)
 
     # Connecting
 
     def begin(self, order: TransitionOrder) -> None:
-        """Connect the new plan's links and the communicator that carries slices; called again, the latter only."""
-        now = self._now
-        if now is None:
-            now = self._now = _UnderWay(order.epoch, set(self.pool))
-        elif now.transfer is not None:
-            now.transfer.close()
-        now.devices = order.devices
+        """Connect the new plan's links, and what carries slices and weights; called again on a way back: the latter."""
+        attempt = self._attempt
+        if attempt is None:
+            attempt = self._attempt = _Attempt(frozenset(self._units.pool))
+        if attempt.transfer is not None:
+            attempt.transfer.close()
+            attempt.transfer = None
+        attempt.devices = order.devices
         for build in order.builds:
-            now.builds[build.model_stage] = build
-            self._rank.orders.setdefault(build.model_stage, build)
-            links = connect_links(self._context, build.model_stage, build.plan, order.epoch)
-            now.links[build.model_stage] = links
-        index = order.devices.index(self._context.device)
-        now.transfer = self._rank.connect("transfer", order.epoch, index, len(order.devices))
+            attempt.builds[build.model_stage] = build
+            self._units.orders.setdefault(build.model_stage, build)
+            attempt.links[build.model_stage] = connect_links(self._context, build.model_stage, build.plan, order.epoch)
+        attempt.transfer = Communicator.connect(
+            store_address=self._context.store_address,
+            name="transfer",
+            epoch=order.epoch,
+            rank=order.devices.index(self._context.device),
+            size=len(order.devices),
+            torch_device=self._context.torch_device,
+            abort=self._context.abort,
+        )
         if order.sync is not None:
-            now.sync = self._rank.make_sync(order.epoch, *order.sync)
+            build = self._units.order_of("actor.training")
+            attempt.sync = connect_weight_sync(self._context, build, order.epoch, *order.sync)
 
     @property
-    def _attempt(self) -> _UnderWay:
-        assert self._now is not None, "no transition is under way"
-        return self._now
+    def _now(self) -> _Attempt:
+        assert self._attempt is not None, "no transition is under way"
+        return self._attempt
 
     # Primitives
 
     @torch.no_grad()
     def run(self, primitive: Primitive, restore: RestoreOrder | None) -> int:
-        """Do this device's part of a primitive; return the bytes that it received or read."""
+        """Do this device's part of a primitive; return the bytes that it received or read.
+
+        New tensors enter the pool when they are filled: what a failure leaves half done is gone with it. Only a
+        conversion in place leaves less than there was.
+        """
         if primitive.kind == "destroy":
-            for unit in primitive.frees:
-                self._free(UnitKey.of(unit))
+            self._take_apart(primitive)
             return 0
-        old = [self.pool[UnitKey.of(unit)] for unit in primitive.frees if self._has(unit)]
-        for unit in primitive.frees:
-            self._dissolve(UnitKey.of(unit))
-        source = next((self.pool[UnitKey.of(unit)] for unit in primitive.reads if self._has(unit)), None)
-        target = self._make(primitive, source)
-        shares = self._context.device in primitive.shares
-        copies, missing = self._copies(primitive)
+        work = _Work.of(primitive, self._spec(primitive.model_stage), self._context.device)
+        source = next((held for unit in primitive.reads if (held := self._units.find(unit)) is not None), None)
+        made = next((unit for unit in primitive.makes if self._context.device in unit.devices), None)
+        target = None if made is None else self._describe(made, is_shared=self._context.device in primitive.shares)
+        old = self._take_apart(primitive)
         received = 0
-        for chunk in self._chunks(primitive):
-            if target is not None and not shares:
+        for chunk in work.chunks:
+            if target is not None and self._context.device not in primitive.shares:
                 target.make(chunk)
-            received += self._move(primitive, copies, chunk, source, target)
+            received += self._move(work, chunk, source, target)
             for held in old:
                 held.free(chunk)
-        for unit in primitive.frees:
-            self.pool.pop(UnitKey.of(unit), None)
-        if restore is not None and missing:
-            assert target is not None
-            received += self._read(primitive, restore, missing, target)
+        self._trim()
+        if work.missing and target is not None:
+            assert restore is not None, primitive.id
+            received += self._read(primitive.id, restore, work.missing, target)
         self._feeds.pop(primitive.id, None)
+        if made is not None and target is not None:
+            self._units.pool[UnitKey.of(made)] = target
         return received
 
-    def _has(self, unit: Emu) -> bool:
-        return self._context.device in unit.devices and UnitKey.of(unit) in self.pool
+    def _spec(self, model_stage: str) -> ModelSpec:
+        return self._units.order_of(model_stage).source.spec
 
-    def _make(self, primitive: Primitive, source: HeldTensors | None) -> HeldTensors | None:
-        """Enter the new unit in the pool, still empty, or with the tensors that it takes over."""
-        device = self._context.device
-        unit = next((unit for unit in primitive.makes if device in unit.devices), None)
-        if unit is None:
-            return None
-        target = self._rank.describe(unit.model_stage, unit.layout, unit.rank_of(device))
-        if device in primitive.shares:
-            target.take(self._twin(unit))
-        self.pool[UnitKey.of(unit)] = target
+    def _describe(self, unit: Emu, *, is_shared: bool) -> HeldTensors:
+        """Return the tensors of a new unit: none yet, or those that an equal rank of an old one has here."""
+        rank = unit.rank_of(self._context.device)
+        target = self._units.describe(unit.model_stage, unit.layout, rank)
+        if is_shared:
+            equal = (unit.model_stage, unit.layout, rank)
+            target.take_over(
+                next(
+                    held
+                    for key, held in self._units.pool.items()
+                    if (key.model_stage, key.layout, key.devices.index(self._context.device)) == equal
+                )
+            )
         return target
 
-    def _twin(self, unit: Emu) -> HeldTensors:
-        device = self._context.device
-        return next(
-            held
-            for key, held in self.pool.items()
-            if (key.model_stage, key.layout) == (unit.model_stage, unit.layout)
-            and device in key.devices
-            and key.devices.index(device) == unit.rank_of(device)
-        )
+    def _take_apart(self, primitive: Primitive) -> list[HeldTensors]:
+        """Take what a primitive frees out of the pool, and off the units in force."""
+        freed = []
+        for unit in primitive.frees:
+            key = UnitKey.of(unit)
+            gone = self._units.dissolve(key)
+            if gone is not None:
+                self._now.dissolved[unit.model_stage] = gone
+            held = self._units.pool.pop(key, None)
+            if held is not None:
+                held.drop_weights()
+                freed.append(held)
+        return freed
 
-    def _chunks(self, primitive: Primitive) -> Sequence[Chunk | None]:
-        if not primitive.in_place:
-            return (None,)
-        spec = self._spec(primitive.model_stage)
-        return chunk_order(spec, primitive.frees[0].layout, primitive.makes[0].layout)
-
-    def _spec(self, model_stage: str) -> ModelSpec:
-        return self._rank.spec_of(model_stage)
-
-    def _copies(self, primitive: Primitive) -> tuple[Sequence[Copy], Sequence]:
-        specs = {primitive.model_stage: self._spec(primitive.model_stage)}
-        if primitive.kind == "restore":
-            restoration = restoration_of(primitive, specs)
-            device = self._context.device
-            return [c for c in restoration.copies if c.target == device], restoration.missing.get(device, ())
-        return copies_of(primitive, specs), ()
-
-    def _move(
-        self,
-        primitive: Primitive,
-        copies: Sequence[Copy],
-        chunk: Chunk | None,
-        source: HeldTensors | None,
-        target: HeldTensors | None,
-    ) -> int:
-        spec = self._spec(primitive.model_stage)
-        trains = stage_of(primitive.model_stage) == "training"
-        names = self._rank.prefixes(primitive.model_stage)
-        mine = [
-            Copy(copy.source, copy.target, part)
-            for copy in copies
-            if chunk is None or tensors(spec)[copy.slice.name].place == chunk
-            for part in prefixed(copy.slice, names)
-        ]
-        peers = max(1, len(self._attempt.devices) - 1)
-        transfer = WeightSync(
-            mine,
-            self._attempt.devices,
+    def _move(self, work: _Work, chunk: Chunk | None, source: HeldTensors | None, target: HeldTensors | None) -> int:
+        """Copy, send and receive what belongs to a chunk; return the bytes received."""
+        attempt, dtype = self._now, self._units.dtype_of(work.model_stage)
+        assert attempt.transfer is not None
+        most_bytes = min(SYNC_BUCKET_BYTES, TRANSFER_BUFFER_BYTES // (ROUNDS_IN_FLIGHT * work.peers))
+        exchange = plan_exchange(
+            work.copies.get(chunk, ()),
+            attempt.devices,
             self._context.device,
-            dtype=self._rank.dtype_of(primitive.model_stage, trains),
-            torch_device=self._context.torch_device,
-            bucket_bytes=min(SYNC_BUCKET_BYTES, TRANSFER_BUFFER_BYTES // (2 * peers)),
+            most_elements=most_bytes // dtype.itemsize,
         )
-        assert self._attempt.transfer is not None
-        transfer.run(source, target, self._attempt.transfer)
-        self._attempt.transfer.trim()
-        return transfer.received_bytes
+        run_exchange(exchange, source, target, attempt.transfer, dtype)
+        return exchange.received_elements * dtype.itemsize
 
-    def _read(self, primitive: Primitive, restore: RestoreOrder, missing: Sequence, target: HeldTensors) -> int:
+    def _trim(self) -> None:
+        assert self._now.transfer is not None
+        self._now.transfer.trim()
+
+    def _read(self, id: str, order: RestoreOrder, missing: Sequence[TensorSlice], target: HeldTensors) -> int:
         """Fill what no unit on this device holds from the staged set, or from the model's source."""
-        if restore.source is not None:
-            with contextlib.closing(restore.source.open()) as source:
+        if order.source is not None:
+            with contextlib.closing(order.source.open()) as source:
                 for part in missing:
+                    self._check_abort()
                     source.read(part, target.find(part))
             return sum(part.num_elements for part in missing) * target.dtype.itemsize
-        wanted = [(named, target.find(named)) for part in missing for named in prefixed(part, target.tensors)]
-        reader = StateReader(restore.folder, restore.group, wanted, buffer_bytes=RESTORE_BUFFER_BYTES)
-        try:
-            for record in restore.shards:
+        wanted = [(part, target.find(part)) for piece in missing for part in named(piece, target.tensors)]
+        with StateReader(order.folder, order.group, wanted, buffer_bytes=RESTORE_BUFFER_BYTES) as reader:
+            for record in order.shards:
                 reader.feed(record)
-            if not restore.complete:
-                self._follow(primitive.id, reader)
-            reader.finish()
-        finally:
-            reader.close()
-        return reader.bytes_read
+            for record in () if order.complete else self._fed(id):
+                reader.feed(record)
+            self._finish(reader)
+            return reader.bytes_read
 
-    def _follow(self, id: str, reader: StateReader) -> None:
+    def _fed(self, id: str) -> Iterator[ShardRecord]:
+        """Yield records as they come, until the set is complete."""
         deadline = time.monotonic() + _FEED_LIMIT_S
         while True:
+            self._check_abort()
             try:
                 record, failure = self._feeds[id].get(timeout=_POLL_S)
             except queue.Empty:
-                if self._context.abort.is_set():
-                    raise CommunicatorAborted("the command was aborted while it waited for a staged set") from None
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{id} waited for its staged set in vain for {_FEED_LIMIT_S:g} s") from None
+                    raise RuntimeError(f"{id} waited in vain for shards, {_FEED_LIMIT_S:g} s") from None
                 continue
             if failure is not None:
                 raise CommunicatorAborted(f"the staged set will not be complete: {failure}")
             if record is None:
                 return
-            reader.feed(record)
+            yield record
+            deadline = time.monotonic() + _FEED_LIMIT_S
+
+    def _finish(self, reader: StateReader) -> None:
+        """Wait until all is read and found intact; an abort ends the wait."""
+        with ThreadPoolExecutor(1) as pool:
+            finished = pool.submit(reader.finish)
+            while not wait([finished], _POLL_S).done:
+                if self._context.abort.is_set():
+                    reader.close()  # what hasn't begun ends at once
+            self._check_abort()
+            finished.result()
+
+    def _check_abort(self) -> None:
+        if self._context.abort.is_set():
+            raise CommunicatorAborted("the command was aborted while it read staged state")
 
     def feed(self, primitive_id: str, record: ShardRecord | None, failure: str | None) -> None:
-        """Hand a `restore` another record; from a thread of its own."""
+        """Hand a `restore` another record; from a thread beside, and perhaps before it starts."""
         self._feeds[primitive_id].put((record, failure))
 
     def drop(self, primitive: Primitive) -> None:
-        """Let go of what a failed primitive was making."""
+        """Let go of what a primitive was making that failed on some device, perhaps not on this one."""
         for unit in primitive.makes:
-            if UnitKey.of(unit) not in self._attempt.before:
-                self.pool.pop(UnitKey.of(unit), None)
-
-    def _free(self, key: UnitKey) -> None:
-        self._dissolve(key)
-        self.pool.pop(key, None)
-
-    def _dissolve(self, key: UnitKey) -> None:
-        """Take a unit in force off its tensors; its links stay."""
-        unit = self._rank.units.get(key.model_stage)
-        if unit is None or unit.key != key:
-            return
-        del self._rank.units[key.model_stage]
-        self._rank.shards.hold(key.model_stage, None)
-        training = unit.training
-        counters = Counters(training.updates, training.skipped_in_a_row) if training else Counters()
-        self._attempt.dissolved[key.model_stage] = _Dissolved(
-            unit.replica, unit.links, key, counters, unit.policy_version
-        )
-
-    # Checksums
+            if self._attempt is not None and UnitKey.of(unit) not in self._attempt.before:
+                self._units.pool.pop(UnitKey.of(unit), None)
 
     def sum_up(self, keys: Sequence[UnitKey]) -> dict[UnitKey, dict[str, int]]:
-        """Return the checksums of what this device holds of some units."""
-        return {key: self.pool[key].sums() for key in keys}
+        """Return the checksums of what this device holds of some units, by tensor in staged state."""
+        return {key: self._units.pool[key].sums() for key in keys}
 
     # The ends
 
-    def commit(self, counters: Mapping[str, Counters], policy_version: int) -> None:
-        """Form the new plan's units over their links."""
-        now = self._attempt
-        for name, build in now.builds.items():
-            replica, links = now.links[name]
-            size = build.plan.layout.size
-            key = UnitKey(name, build.plan.layout, build.plan.devices[replica * size : (replica + 1) * size])
-            old = self._rank.units.pop(name, None)
+    def commit(self, counters: Mapping[str, Counters], policy_version: int) -> SyncLink | None:
+        """Put the new plan's units in force; return the weight sync that replaces the old one, if there is one."""
+        attempt = self._now
+        for name, build in attempt.builds.items():
+            old = self._units.in_force.pop(name, None)
             if old is not None:
-                now.replaced.append(old.links)
-            self._rank.orders[name] = build
-            self._rank.form(key, replica, links, counters.get(name, Counters()), policy_version)
-        now.links.clear()
-        if now.sync is not None:
-            self._rank.replace_sync(now.sync)
-            now.sync = None
+                attempt.replaced.append(old.links)
+                old.let_go()
+            replica, links = attempt.links.pop(name)
+            self._units.form(build, replica, links, counters.get(name, Counters()), policy_version)
+        sync, attempt.sync = attempt.sync, None
+        return sync
 
     def end(self) -> None:
         """Close what belonged to the old plan, and the communicator that carried slices."""
-        now = self._attempt
-        for links in (*now.replaced, *(gone.links for gone in now.dissolved.values())):
-            links.close()
-        in_force = {unit.key for unit in self._rank.units.values()}
-        assert set(self.pool) == in_force, f"{set(self.pool) ^ in_force} is left over"
-        self._close()
+        attempt, self._attempt = self._now, None
+        attempt.close_new()
+        attempt.close_old()
+        self._feeds.clear()
+        in_force = {unit.key for unit in self._units.in_force.values()}
+        assert set(self._units.pool) == in_force, f"{set(self._units.pool) ^ in_force} is left over, or missing"
+        for name in set(self._units.orders) - set(self._units.in_force):
+            del self._units.orders[name]
 
     def undo(self) -> None:
-        """Form the old plan's units again, and let go of all that belonged to the new one."""
-        if self._now is None:
+        """Put the old plan's units in force again, and let go of all that belonged to the new one."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:  # it had not begun here
             return
-        now = self._now
-        for key in set(self.pool) - now.before:
-            del self.pool[key]
-        for gone in now.dissolved.values():
-            self._rank.form(gone.key, gone.replica, gone.links, gone.counters, gone.policy_version)
-        self._close()
-
-    def _close(self) -> None:
-        now, self._now = self._now, None
+        for key in set(self._units.pool) - attempt.before:
+            del self._units.pool[key]
+        for gone in attempt.dissolved.values():
+            self._units.form(gone.order, gone.replica, gone.links, gone.counters, gone.policy_version)
+        attempt.close_new()
         self._feeds.clear()
-        if now is None:
-            return
-        for _, links in now.links.values():
-            links.close()
-        if now.sync is not None:
-            now.sync[1].close()
-        if now.transfer is not None:
-            now.transfer.close()
+        for name in set(self._units.orders) - set(self._units.in_force):
+            del self._units.orders[name]
 
     def release(self) -> None:
-        """Let go of everything."""
-        if self._now is not None:
-            for gone in self._now.dissolved.values():
-                gone.links.close()
-            for links in self._now.replaced:
-                links.close()
-        self._close()
-        self.pool.clear()
+        """Give the attempt under way up, with all it has connected."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.close_new()
+            attempt.close_old()
+        self._feeds.clear()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A primitive as this device sees it.
+
+    Attributes:
+        chunks: in this order; one, None, where all is done at once.
+        copies: by chunk, of all devices, with a slice for each tensor of its state.
+        missing: what this device reads from elsewhere.
+        peers: most others that any device exchanges slices with in one direction.
+    """
+
+    model_stage: str
+    chunks: tuple[Chunk | None, ...]
+    copies: Mapping[Chunk | None, Sequence[Copy]]
+    missing: Sequence[TensorSlice]
+    peers: int
+
+    @classmethod
+    def of(cls, primitive: Primitive, spec: ModelSpec, device: int) -> _Work:
+        name, missing = primitive.model_stage, tuple[TensorSlice, ...]()
+        if primitive.kind == "restore":
+            restoration = restoration_of(primitive, {name: spec})
+            copies, missing = restoration.copies, restoration.missing.get(device, ())
+        else:
+            copies = copies_of(primitive, {name: spec})
+        chunks: tuple[Chunk | None, ...] = (None,)
+        if primitive.in_place:
+            chunks = chunk_order(spec, primitive.frees[0].layout, primitive.makes[0].layout)
+        by_chunk: dict[Chunk | None, list[Copy]] = defaultdict(list)
+        prefixes = PREFIXES if stage_of(name) == "training" else ("",)
+        for copy in copies:
+            if device in (copy.source, copy.target):
+                chunk = tensors(spec)[copy.slice.name].place if primitive.in_place else None
+                by_chunk[chunk] += [Copy(copy.source, copy.target, part) for part in named(copy.slice, prefixes)]
+        return cls(name, chunks, by_chunk, missing, most_peers(copies))

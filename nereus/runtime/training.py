@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +77,12 @@ class AdamW:
     def __init__(
         self,
         masters: dict[str, Tensor],
+        exp_avg: dict[str, Tensor],
+        exp_avg_sq: dict[str, Tensor],
         settings: OptimizerSettings,
-        moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.masters = masters
+        self.masters, self.exp_avg, self.exp_avg_sq = masters, exp_avg, exp_avg_sq
         self.settings = settings
-        if moments is None:
-            first, second = ({name: torch.zeros_like(t) for name, t in masters.items()} for _ in range(2))
-            moments = first, second
-        self.exp_avg, self.exp_avg_sq = moments
         self.updates = 0
 
     def step(self, gradients: dict[str, Tensor], lr: float) -> None:
@@ -123,14 +120,17 @@ class TrainingUnit:
         links: Links,
         optimizer: OptimizerSettings,
         loss: LossSettings,
-        state: Sequence[dict[str, Tensor]] = (),
+        *,
+        masters: Mapping[str, Tensor],
+        exp_avg: Mapping[str, Tensor],
+        exp_avg_sq: Mapping[str, Tensor],
     ) -> None:
-        """Begin with fresh moments, or on `state`: masters, exp_avg and exp_avg_sq by parameter, taken as they are."""
+        """Train on tensors that are there, by parameter; unless they are bfloat16, the shard's are the masters."""
         self.shard = shard
         self.links = links
         self.loss = loss
-        self.masters = state[0] if state else make_masters(shard)
-        self.optimizer = AdamW(self.masters, optimizer, (state[1], state[2]) if state else None)
+        self.masters = dict(masters)
+        self.optimizer = AdamW(self.masters, dict(exp_avg), dict(exp_avg_sq), optimizer)
         self.skipped_in_a_row = 0
 
     @property
@@ -209,13 +209,6 @@ class TrainingUnit:
         self.links.replica.all_reduce(total)
         self.links.dp.all_reduce(total)
         return float(total.item())
-
-
-def make_masters(shard: DecoderShard) -> dict[str, Tensor]:
-    """Return the tensors that the optimizer updates: float32 copies under bfloat16, else the parameters themselves."""
-    if shard.dtype == torch.bfloat16:
-        return {name: p.detach().to(torch.float32) for name, p in shard.named_parameters()}
-    return {name: p.detach() for name, p in shard.named_parameters()}
 
 
 class Objective:

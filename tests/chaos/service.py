@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nereus.layout import owned_slices
-from nereus.runtime import rank, training, weight_sync
+from nereus.runtime import rank, training, units, weight_sync
 from nereus.runtime.worker import WorkerContext
 from nereus.staged_state import PREFIXES
 from storage import shard_writer, state_reader, whole_file
@@ -72,7 +72,7 @@ def mark_parts(reaper: Reaper) -> None:
     def put(call: Any) -> Any:
         return lambda *arguments: reaper.while_remote(["shard write"], lambda: call(*arguments))
 
-    wrap(rank.DecoderShard, "decode", after("generation"))
+    wrap(units.DecoderShard, "decode", after("generation"))
     wrap(training.AdamW, "step", after("training"))
     wrap(weight_sync.SliceStore, "find", after("weight sync"))
     wrap(whole_file.WholeFile, "write", torn)

@@ -1,0 +1,155 @@
+"""Slices from devices to devices, for any pair of layouts: few large messages, gathered from where the slices lie.
+
+Sender and receiver cut the same list of copies into the same messages, so nothing but numbers travels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nereus.layout import Copy
+from nereus.runtime.communicator import Communicator, Pending
+from storage.slices import TensorSlice
+
+# Messages under way for each pair of devices and direction: one is filled while the other is read.
+ROUNDS_IN_FLIGHT = 2
+
+
+class Slices(Protocol):
+    """What a device holds, by slices."""
+
+    def find(self, part: TensorSlice) -> Tensor:
+        """Return a view of exactly `part`, which must be held here."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parts that travel between two devices in one message."""
+
+    parts: tuple[TensorSlice, ...]
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One device's part of some copies: what it keeps, and by rank of the communicator what it sends and receives."""
+
+    local: tuple[TensorSlice, ...]
+    sends: Mapping[int, tuple[Bucket, ...]]
+    receives: Mapping[int, tuple[Bucket, ...]]
+
+    @property
+    def received_elements(self) -> int:
+        return sum(bucket.num_elements for buckets in self.receives.values() for bucket in buckets)
+
+
+def most_peers(copies: Sequence[Copy]) -> int:
+    """Return with how many others a device exchanges slices at most, in one direction; at least 1."""
+    peers: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for copy in copies:
+        if copy.source != copy.target:
+            peers["to", copy.source].add(copy.target)
+            peers["from", copy.target].add(copy.source)
+    return max(map(len, peers.values()), default=1)
+
+
+def plan_exchange(copies: Sequence[Copy], devices: Sequence[int], device: int, *, most_elements: int) -> Exchange:
+    """Return a device's part of copies that all take part in.
+
+    Args:
+        devices: in the order of their ranks in the communicator.
+        most_elements: of a message; the same on all devices.
+    """
+    local: list[TensorSlice] = []
+    outgoing: dict[int, list[TensorSlice]] = defaultdict(list)
+    incoming: dict[int, list[TensorSlice]] = defaultdict(list)
+    for copy in copies:
+        if copy.source == copy.target == device:
+            local.append(copy.slice)
+        elif copy.source == device:
+            outgoing[copy.target].append(copy.slice)
+        elif copy.target == device:
+            incoming[copy.source].append(copy.slice)
+
+    def buckets(parts: Mapping[int, list[TensorSlice]]) -> dict[int, tuple[Bucket, ...]]:
+        return {devices.index(peer): tuple(cut_buckets(parts[peer], most_elements)) for peer in sorted(parts)}
+
+    return Exchange(tuple(local), buckets(outgoing), buckets(incoming))
+
+
+def cut_buckets(parts: Sequence[TensorSlice], most_elements: int) -> list[Bucket]:
+    """Group parts, in order, into messages of at most `most_elements`; a part larger than that is cut along rows."""
+    buckets: list[Bucket] = []
+    held: list[TensorSlice] = []
+    size = 0
+    for part in (piece for whole in parts for piece in _cut_rows(whole, most_elements)):
+        if held and size + part.num_elements > most_elements:
+            buckets.append(Bucket(tuple(held), size))
+            held, size = [], 0
+        held.append(part)
+        size += part.num_elements
+    if held:
+        buckets.append(Bucket(tuple(held), size))
+    return buckets
+
+
+def _cut_rows(part: TensorSlice, most_elements: int) -> Iterator[TensorSlice]:
+    if part.num_elements <= most_elements:
+        yield part
+        return
+    row = part.num_elements // part.sizes[0]
+    step = max(1, most_elements // row)
+    for start in range(0, part.sizes[0], step):
+        rows = min(step, part.sizes[0] - start)
+        yield TensorSlice(part.name, (part.starts[0] + start, *part.starts[1:]), (rows, *part.sizes[1:]))
+
+
+@torch.no_grad()
+def run_exchange(
+    exchange: Exchange, source: Slices | None, target: Slices | None, communicator: Communicator, dtype: torch.dtype
+) -> None:
+    """Copy everything. When it returns, all that was asked of `source` is read and all of `target` is filled.
+
+    All sends and receives of a round are posted before any is awaited, on all devices in one order (by sender and
+    receiver), so neither their order nor a transport that takes them one by one can deadlock.
+
+    Args:
+        source: what slices are copied from, of any dtype; None: this device sends nothing.
+        target: what they are copied to.
+        dtype: of the messages: casting is the sender's work.
+    """
+    for part in exchange.local:
+        assert source is not None and target is not None
+        target.find(part).copy_(source.find(part))
+    me, in_flight = communicator.rank, list[list[Pending]]()
+    pairs = sorted([(me, peer) for peer in exchange.sends] + [(peer, me) for peer in exchange.receives])
+    rounds = max((len(b) for b in (*exchange.sends.values(), *exchange.receives.values())), default=0)
+    for index in range(rounds):
+        posted: list[Pending] = []
+        for sender, receiver in pairs:
+            buckets = exchange.sends[receiver] if sender == me else exchange.receives[sender]
+            if index >= len(buckets):
+                continue
+            store = source if sender == me else target
+            assert store is not None
+            parts = [store.find(part) for part in buckets[index].parts]
+            if sender == me:
+                posted.append(communicator.send_parts(parts, dtype, receiver, index))
+            else:
+                posted.insert(0, communicator.recv_parts(parts, dtype, sender, index))
+        in_flight.append(posted)
+        if len(in_flight) >= ROUNDS_IN_FLIGHT:
+            _wait(in_flight.pop(0))
+    for posted in in_flight:
+        _wait(posted)
+
+
+def _wait(transfers: Sequence[Pending]) -> None:
+    for transfer in transfers:
+        transfer.wait()

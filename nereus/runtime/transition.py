@@ -118,6 +118,8 @@ class Transition:
                 raise CommandError(
                     self._engine.broken or f"{id} waits in vain for {stage} to start", label=id, step=self.boundary.step
                 )
+        if any(unit.stage == "training" for unit in primitive.frees):
+            self._sets.wait_pending()
         progress.under_way.add(id)
         began = time.perf_counter()
         try:

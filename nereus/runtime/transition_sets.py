@@ -113,6 +113,10 @@ class TransitionSets:
         self._orders[group] = RestoreOrder(group, folder, tuple(records))
         self._feed(primitive, None)
 
+    def wait_pending(self) -> None:
+        """Return when no commit writes from units that are about to be freed."""
+        self._staging.wait()
+
     def fail(self, primitive: Primitive, error: Exception) -> None:
         """Tell the readers of a set that it will never be complete."""
         self._feed(primitive, None, str(error) or type(error).__name__)

@@ -3,7 +3,7 @@
 Prefect shows what waits for what, how many bytes each primitive moves, and, once it has ended, its seconds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ from prefect.context import TaskRunContext
 
 from nereus.progress import Event, publish
 from nereus.runtime.session import find_session
+from nereus.runtime.transition import Submit
 from nereus.transition.execute import on_threads
 from nereus.transition.memory import format_bytes
 from nereus.transition.mermaid import MOST_BOXES
@@ -21,7 +22,6 @@ from tasks.artifacts import publish_transition
 
 Record = dict[str, Any]
 # Prefect types `wait_for` only together with `return_state`, hence the ignores below.
-Submit = Callable[[Primitive, Sequence[Any]], Any]
 _THREADS = 8
 
 

@@ -37,8 +37,9 @@ _THREADS = 8
 class ElasticSteps(StagedSteps):
     """PPO steps that go on, on another plan, after each transition."""
 
-    def __init__(self, run: OpenRun, engine: Engine) -> None:
+    def __init__(self, run: OpenRun, engine: Engine, *, owns_engine: bool) -> None:
         super().__init__(run, engine)
+        self._owns_engine = owns_engine
         self._wanted = self.plan  # by the schedule; `plan` may have its devices in another rank order
         self._followed = 0  # the schedule has been followed up to this step, wherever the run has gone back to
         self._attempts: dict[Plan, list[int]] = {}  # steps at which a move to a plan was tried
@@ -196,7 +197,7 @@ class ElasticSteps(StagedSteps):
         if line["outcome"] == "committed":
             logger.info("step %d: the plan has changed in %.2f s.", line["step"], line["seconds"])
         else:
-            logger.warning("step %d: the plan has not changed (%s).", line["step"], line["outcome"])
+            logger.warning("step %d: the change of the plan failed (%s).", line["step"], line["outcome"])
 
     # The way back
 

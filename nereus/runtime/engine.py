@@ -128,6 +128,7 @@ class Engine(ABC):
     def close(self) -> None:
         """Stop all workers and free everything; may be called twice."""
 
+    @abstractmethod
     def recover(self, timeout_s: float = 10.0, *, step: int | None = None) -> tuple[int, ...]:
         """Make a broken engine take commands again, and return the devices whose workers were restarted.
 
@@ -141,7 +142,6 @@ class Engine(ABC):
         Raises:
             CommandError: a device is lost too often, or can't be restarted; the engine stays broken.
         """
-        raise NotImplementedError(f"{type(self).__name__} can't recover")
 
     def mark_broken(self, reason: str, generation: int | None = None) -> None:
         """Refuse all further commands and wake every worker that waits for a peer.

@@ -34,15 +34,10 @@ class PpoSteps:
     """The algorithm: what a run knows between its steps, and the stages of the step in flight."""
 
     def __init__(self, job: Job, engine: Engine) -> None:
-        ppo = job.config.ppo
         self.job = job
         self.config = job.config
         self.plan: Plan = job.plan
-        self.policy_version = 0
-        self.kl = KlController(
-            coef=ppo.kl_coef, adaptive=ppo.kl_adaptive, kl_target=ppo.kl_target, kl_horizon=ppo.kl_horizon
-        )
-        self.counters = dict.fromkeys(STAGED, Counters())
+        self._begin_anew()
         self._engine = engine
         self._reward_pool: RewardPool | None = None
         self._rollouts: Rollouts | None = None
@@ -50,6 +45,15 @@ class PpoSteps:
         self._stats: dict[str, list[TrainingStats]] = {}
         self._step_policy_version = 0
         self._kl_coef = self.kl.coef  # of the step in flight; `kl` is already the next one's
+
+    def _begin_anew(self) -> None:
+        """Count from 0, as before the first step."""
+        ppo = self.config.ppo
+        self.policy_version = 0
+        self.kl = KlController(
+            coef=ppo.kl_coef, adaptive=ppo.kl_adaptive, kl_target=ppo.kl_target, kl_horizon=ppo.kl_horizon
+        )
+        self.counters = dict.fromkeys(STAGED, Counters())
 
     def _run(
         self, label: str, method: str, kwargs: Mapping[int, Mapping[str, Any]], step: int | None

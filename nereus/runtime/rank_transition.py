@@ -283,8 +283,7 @@ class RankTransition:
         self._feeds.clear()
         in_force = {unit.key for unit in self._units.in_force.values()}
         assert set(self._units.pool) == in_force, f"{set(self._units.pool) ^ in_force} is left over, or missing"
-        for name in set(self._units.orders) - set(self._units.in_force):
-            del self._units.orders[name]
+        self._units.forget_orders()
 
     def undo(self) -> None:
         """Put the old plan's units in force again, and let go of all that belonged to the new one."""
@@ -297,8 +296,7 @@ class RankTransition:
             self._units.form(gone.order, gone.replica, gone.links, gone.counters, gone.policy_version)
         attempt.close_new()
         self._feeds.clear()
-        for name in set(self._units.orders) - set(self._units.in_force):
-            del self._units.orders[name]
+        self._units.forget_orders()
 
     def release(self) -> None:
         """Give the attempt under way up, with all it has connected."""

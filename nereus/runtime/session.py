@@ -35,10 +35,9 @@ class Session(ElasticSteps):
     """Everything that a running job holds; a context manager, so that every way out frees the workers."""
 
     def __init__(self, run: OpenRun, *, engine: Engine | None = None) -> None:
-        super().__init__(run, engine or make_engine(run.job.config))
+        super().__init__(run, engine or make_engine(run.job.config), owns_engine=engine is None)
         self.run_id = run.run_id
         self.run_dir = run.run_dir.url
-        self._owns_engine = engine is None
         self._trackers: Trackers | None = None
         self._close_lock = threading.Lock()
 

@@ -10,14 +10,13 @@ from nereus.commits import Commit
 from nereus.cost.memory import spare_bytes
 from nereus.limits import REMOTE_SHARD_BYTES, SHARD_BYTES
 from nereus.plan import Plan
-from nereus.ppo.kl import KlController
 from nereus.runtime.engine import Engine
 from nereus.runtime.model_stages import build_model_stages, restore_newest
 from nereus.runtime.opening import OpenRun
 from nereus.runtime.ppo_steps import PpoSteps
 from nereus.runtime.rank_state import Counters
 from nereus.runtime.staging import Staging
-from nereus.staged_state import STAGED, ShardOrder, plan_shards
+from nereus.staged_state import ShardOrder, plan_shards
 from storage.urls import join_url, local_path
 
 
@@ -31,7 +30,6 @@ class StagedSteps(PpoSteps):
     def __init__(self, run: OpenRun, engine: Engine) -> None:
         super().__init__(run.job, engine)
         self.next_step = 0
-        self._owns_engine = True
         self._opened = run
         self._records = run.run_dir
         self._staging: Staging | None = None
@@ -45,6 +43,7 @@ class StagedSteps(PpoSteps):
         """Bring all model-stages to life on the plan: from the newest commit that is whole, or from their sources."""
         build_model_stages(self._engine, self.job, self.plan, from_source=not commits)
         if not commits:
+            self.next_step = 0
             self._begin_anew()
             return
         root = self._opened.staging_root
@@ -54,14 +53,6 @@ class StagedSteps(PpoSteps):
         self.policy_version = state["policy_version"]
         self.kl = replace(self.kl, coef=state["kl_coef"])
         self.counters = {name: Counters(**counts) for name, counts in state["counters"].items()}
-
-    def _begin_anew(self) -> None:
-        ppo = self.config.ppo
-        self.next_step, self.policy_version = 0, 0
-        self.kl = KlController(
-            coef=ppo.kl_coef, adaptive=ppo.kl_adaptive, kl_target=ppo.kl_target, kl_horizon=ppo.kl_horizon
-        )
-        self.counters = dict.fromkeys(STAGED, Counters())
 
     def _start_staging(self) -> None:
         commits = [commit for commit in self._opened.commits or () if commit.step < self.next_step]

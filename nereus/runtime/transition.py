@@ -32,7 +32,6 @@ from nereus.transition.verify import StateDiffers, combine
 from storage.journal import FencedOff
 
 Submit = Callable[[Primitive, Sequence[Any]], Any]
-_STARTED_TIMEOUT_S = 600.0
 
 
 class GoBack(RuntimeError):
@@ -114,10 +113,7 @@ class Transition:
         """Run one primitive on all its devices; return its bytes and seconds."""
         primitive, progress = self._by_id[id], self._progress
         for stage in primitive.streams:  # it holds its devices while it reads: what writes must not wait for them
-            if not progress.started[stage].wait(_STARTED_TIMEOUT_S) or self._engine.broken is not None:
-                raise CommandError(
-                    self._engine.broken or f"{id} waits in vain for {stage} to start", label=id, step=self.boundary.step
-                )
+            self._sets.wait_for(progress.started[stage].wait, f"{stage} to start")
         if any(unit.stage == "training" for unit in primitive.frees):
             self._sets.wait_pending()
         progress.under_way.add(id)

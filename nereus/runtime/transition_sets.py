@@ -18,7 +18,7 @@ from nereus.transition.primitives import Primitive, TransitionGraph
 from storage.manifest import Manifest, ShardRecord
 
 _CHECK_S = 0.2
-_FOLLOW_LIMIT_S = 600.0
+_WAIT_LIMIT_S = 600.0
 
 
 class TransitionSets:
@@ -42,7 +42,6 @@ class TransitionSets:
         """
         self._engine, self._staging, self._sources, self._step = engine, staging, sources, step
         self._orders: dict[str, RestoreOrder] = {}
-        self._lock = threading.Lock()
         self._readers: dict[str, list[Primitive]] = {}
         for primitive in graph.primitives:
             for stage in primitive.streams:
@@ -104,10 +103,7 @@ class TransitionSets:
         folder = self._staging.follow(take)
         self._orders[group] = RestoreOrder(group, folder, (), complete=False)
         on_start()
-        deadline = time.monotonic() + _FOLLOW_LIMIT_S
-        while not done.wait(_CHECK_S):
-            if self._engine.broken is not None or time.monotonic() > deadline:
-                raise OSError(self._engine.broken or f"the pending commit took longer than {_FOLLOW_LIMIT_S:g} s")
+        self.wait_for(done.wait, "the pending commit to end")
         if ended[0] is not None:
             raise OSError(f"the commit that {group} was to be read from failed: {ended[0]}") from ended[0]
         self._orders[group] = RestoreOrder(group, folder, tuple(records))
@@ -115,7 +111,18 @@ class TransitionSets:
 
     def wait_pending(self) -> None:
         """Return when no commit writes from units that are about to be freed."""
-        self._staging.wait()
+        self.wait_for(self._staging.wait, "the pending commit to end")
+
+    def wait_for(self, happens: Callable[[float], bool], what: str) -> None:
+        """Return when something has happened; `happens(seconds)` waits so long and tells whether it has.
+
+        Raises:
+            OSError: the engine is broken, or it takes too long.
+        """
+        deadline = time.monotonic() + _WAIT_LIMIT_S
+        while not happens(_CHECK_S):
+            if self._engine.broken is not None or time.monotonic() > deadline:
+                raise OSError(self._engine.broken or f"waited in vain for {what}, {_WAIT_LIMIT_S:g} s")
 
     def fail(self, primitive: Primitive, error: Exception) -> None:
         """Tell the readers of a set that it will never be complete."""

@@ -70,7 +70,7 @@ class HeldTensors:
         """
         self.spec, self.layout, self.rank, self.device = spec, layout, rank, device
         self.compute_dtype = compute_dtype
-        self.dtype = torch.promote_types(compute_dtype, torch.float32) if trains else compute_dtype
+        self.dtype = held_dtype(compute_dtype, trains=trains)
         self.tensors: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in (PREFIXES if trains else ("",))}
         self._weights: dict[str, Tensor] = {}
         views = shard_views(spec, layout, rank)
@@ -173,6 +173,11 @@ class HeldTensors:
             part = live[block.within(whole)].contiguous().cpu()
             digest.update(memoryview(part.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
         return int(digest.hexdigest(), 16)
+
+
+def held_dtype(compute_dtype: torch.dtype, *, trains: bool) -> torch.dtype:
+    """Return the dtype of what a rank holds: masters and moments are in at least float32."""
+    return torch.promote_types(compute_dtype, torch.float32) if trains else compute_dtype
 
 
 def named(part: TensorSlice, prefixes: Iterable[str]) -> Iterator[TensorSlice]:

@@ -17,7 +17,7 @@ from nereus.runtime.links import Links
 from nereus.runtime.rank_state import Counters, StagedUnit
 from nereus.runtime.training import TrainingUnit
 from nereus.runtime.transition_orders import BuildOrder, UnitKey
-from nereus.runtime.unit_tensors import HeldTensors
+from nereus.runtime.unit_tensors import HeldTensors, held_dtype
 from nereus.runtime.worker import WorkerContext
 from nereus.staged_state import PREFIXES
 from storage.slices import TensorSlice
@@ -91,8 +91,7 @@ class Units:
 
     def dtype_of(self, model_stage: str) -> torch.dtype:
         """Return the dtype of a model-stage's tensors."""
-        dtype = self.order_of(model_stage).dtype
-        return torch.promote_types(dtype, torch.float32) if stage_of(model_stage) == "training" else dtype
+        return held_dtype(self.order_of(model_stage).dtype, trains=stage_of(model_stage) == "training")
 
     def find(self, unit: Emu) -> HeldTensors | None:
         """Return what this device holds of a unit."""
@@ -156,6 +155,11 @@ class Units:
         order, counters = self.orders[key.model_stage], unit.counters
         unit.let_go()
         return Dissolved(order, unit.replica, unit.links, counters, unit.policy_version)
+
+    def forget_orders(self) -> None:
+        """Drop the orders of model-stages that have no unit in force here."""
+        for name in set(self.orders) - set(self.in_force):
+            del self.orders[name]
 
     def clear(self) -> None:
         """Let go of everything; the next job's models may be others."""

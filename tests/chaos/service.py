@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from nereus.layout import owned_slices
 from nereus.runtime import rank, training, units, weight_sync
 from nereus.runtime.worker import WorkerContext
-from nereus.staged_state import PREFIXES
 from storage import shard_writer, state_reader, whole_file
 from tests.chaos.doom import Reaper, wrap
+from tests.runtime.open_rank import OpenRank
 
 
-class DoomedRank(rank.Rank):
+class DoomedRank(OpenRank):
     """Kills itself, its driver or both at the point that the environment names."""
 
     def __init__(self, context: WorkerContext) -> None:
@@ -38,14 +33,6 @@ class DoomedRank(rank.Rank):
 
     def restore(self, *arguments: Any, **named: Any) -> Any:
         return self.reaper.around("restore", lambda: super(DoomedRank, self).restore(*arguments, **named))
-
-    def read_state(self, model_stage: str) -> list[tuple[Sequence[int], str, np.ndarray]]:
-        """Return the parameters and moments that this rank owns, as (starts, name, array), from live memory."""
-        unit = self.units[model_stage]
-        assert unit.staged is not None
-        parts = owned_slices(unit.shard.spec, unit.shard.layout, unit.shard.rank)
-        named = [replace(part, name=prefix + part.name) for prefix in PREFIXES for part in parts if part.num_elements]
-        return [(part.starts, part.name, unit.staged.find(part).detach().numpy().copy()) for part in named]
 
 
 def mark_parts(reaper: Reaper) -> None:

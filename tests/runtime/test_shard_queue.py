@@ -53,6 +53,9 @@ class PaperEngine(Engine):
     def release(self, device_ids: Collection[int]) -> None:
         """Nothing to stop."""
 
+    def recover(self, timeout_s: float = 10.0, *, step: int | None = None) -> tuple[int, ...]:
+        return ()
+
     def pids(self) -> dict[int, int]:
         """No process."""
         return {}

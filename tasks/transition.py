@@ -3,8 +3,9 @@
 Prefect shows what waits for what, how many bytes each primitive moves, and, once it has ended, its seconds.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from prefect import task
@@ -32,7 +33,8 @@ def transition(run_id: str, step: int) -> Record:
     session = find_session(run_id)
     move = session.begin_transition(step)
     publish_transition(step, move.graph, move.predicted_s)
-    line = session.run_transition(choose_submit(run_id, move.graph))
+    with choose_submit(run_id, move.graph) as submit:
+        line = session.run_transition(submit)
     publish_transition(step, move.graph, {part["id"]: part["seconds"] for part in line["primitives"]}, line)
     publish(Event("transition", run_id, step, line))
     return {key: line[key] for key in ("step", "outcome", "seconds", "bytes")}
@@ -46,20 +48,26 @@ def run_primitive(run_id: str, id: str) -> Record:
     return record
 
 
-def choose_submit(run_id: str, graph: TransitionGraph) -> Submit:
-    """Return what starts the primitives of a graph: as a task each, or, of a large graph, with a task for each group.
+@contextmanager
+def choose_submit(run_id: str, graph: TransitionGraph) -> Iterator[Submit]:
+    """Yield what starts the primitives of a graph: as a task each, or, of a large graph, with a task for each group.
 
     A primitive that waits takes up a thread of the flow's task runner. They are handed out in an order in which each
     only waits for earlier ones, so the first that hasn't ended always runs.
     """
     if len(graph.primitives) > MOST_BOXES:
-        return Groups(run_id, graph).submit
+        pool = ThreadPoolExecutor(_THREADS, "nereus-primitives")
+        try:
+            yield Groups(run_id, graph, pool).submit
+        finally:
+            pool.shutdown(wait=False)  # after a signal what runs ends with the session, which is closed after this
+        return
 
     def submit(primitive: Primitive, wait_for: Sequence[Any]) -> Any:
         named = run_primitive.with_options(task_run_name=describe([primitive]))
         return named.submit(run_id, primitive.id, wait_for=list(wait_for))  # type: ignore[call-overload]
 
-    return submit
+    yield submit
 
 
 class Groups:
@@ -68,9 +76,7 @@ class Groups:
     They can't be run by that task itself: two groups may wait for parts of each other.
     """
 
-    def __init__(self, run_id: str, graph: TransitionGraph) -> None:
-        # Never shut down: when all has ended its idle threads go with it, and after a failure it still ends what waits.
-        pool = ThreadPoolExecutor(_THREADS, "nereus-primitives")
+    def __init__(self, run_id: str, graph: TransitionGraph, pool: Executor) -> None:
         move = find_session(run_id).find_transition
         self._start = on_threads(pool, lambda primitive: move().run_primitive(primitive.id))
         self._group_of: dict[str, list[Primitive]] = {}

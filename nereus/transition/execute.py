@@ -75,8 +75,11 @@ def on_threads(pool: Executor, run: Callable[[Primitive], R]) -> Callable[[Primi
                 return
             if any(future.exception() is not None for future in wait_for):
                 done.set_exception(Skipped(f"{primitive.id} didn't run: what it waits for failed"))
-            else:
+                return
+            try:
                 pool.submit(_run_into, done, run, primitive)
+            except RuntimeError as error:  # the pool takes no more; nobody must wait for what will not run
+                done.set_exception(error)
 
         for future in wait_for:
             future.add_done_callback(one_ended)

@@ -134,7 +134,8 @@ def test_primitives_that_wait_for_each_other_never_fill_up_the_task_runner(seed:
 
     @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))  # type: ignore[arg-type]
     def change() -> dict[str, Any]:
-        return session.run_transition(tasks.transition.choose_submit("amber", graph))
+        with tasks.transition.choose_submit("amber", graph) as submit:
+            return session.run_transition(submit)
 
     FakeSession.graphs[0] = graph
     session = FakeSession.opened["amber"] = FakeSession(RunConfig(), "amber")

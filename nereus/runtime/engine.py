@@ -8,11 +8,13 @@ fails, the others would wait for it in a communicator: `run_command` finds the r
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
+
+from nereus.runtime.command_times import CommandTimes
 
 # Peers of a dead worker see a closed connection some milliseconds before its exit is reported.
 _ROOT_CAUSE_GRACE_S = 3.0
@@ -75,6 +77,12 @@ class CommandError(RuntimeError):
         self.label = label
         self.step = step
         self.out_of_memory = out_of_memory
+
+
+class Answer(Future):
+    """The future of a command; before it ends with a result, `times` says what the worker has spent on it."""
+
+    times: CommandTimes | None = None
 
 
 class Engine(ABC):
@@ -194,6 +202,7 @@ def run_command(
     label: str,
     step: int | None,
     timeout_s: float | None = None,
+    on_times: Callable[[dict[int, CommandTimes]], None] | None = None,
 ) -> dict[int, Any]:
     """Run one method on several devices at the same time and return each device's result.
 
@@ -204,6 +213,7 @@ def run_command(
         label: what the command does, for messages; a model-stage such as "actor.training".
         step: the PPO step it belongs to, if any.
         timeout_s: seconds after which the command counts as failed; None waits for as long as the workers are alive.
+        on_times: called with what each device has spent, once all have ended well.
 
     Raises:
         CommandError: a worker failed or was lost, or time ran out; the engine is broken until it recovers.
@@ -217,6 +227,8 @@ def run_command(
             futures = {device: engine.submit(device, method, **kwargs) for device, kwargs in kwargs_by_device.items()}
             done, pending = wait(futures.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
             if not pending and not any(future.exception() for future in done):
+                if on_times is not None:
+                    on_times(_times_of(futures))
                 return {device: future.result() for device, future in futures.items()}
             cause = _find_root_cause(engine, futures)
         except BaseException:
@@ -228,6 +240,11 @@ def run_command(
         if earlier is not None and cause is not None and _is_consequence(cause):
             raise CommandError(earlier, label=label, step=step) from cause
         raise error from cause
+
+
+def _times_of(futures: Mapping[int, Future]) -> dict[int, CommandTimes]:
+    answers = {device: future for device, future in futures.items() if isinstance(future, Answer)}
+    return {device: answer.times for device, answer in answers.items() if answer.times is not None}
 
 
 def _find_root_cause(engine: Engine, futures: Mapping[int, Future]) -> WorkerLost | CommandFailed | None:

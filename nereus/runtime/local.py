@@ -14,7 +14,7 @@ from typing import Any, Self
 from torch.distributed import TCPStore
 
 from nereus.runtime.deaths import Deaths
-from nereus.runtime.engine import CommandError, CommandFailed, Engine, WorkerLost
+from nereus.runtime.engine import Answer, CommandError, CommandFailed, Engine, WorkerLost
 from nereus.runtime.messages import MessageStream
 from nereus.runtime.nursery import Nursery
 from nereus.runtime.recovery import clear_aborts, end_commands
@@ -145,7 +145,7 @@ class LocalEngine(Engine):
 
     def _send(self, kind: str, device: int, method: str, kwargs: Mapping[str, Any]) -> Future:
         assert self._watcher is not None, "nothing was started"
-        future: Future = Future()
+        future = Answer()
         number = next(self._numbers)
         stream = self._watcher.expect(device, number, future, beside=kind == "beside")
         if stream is not None:

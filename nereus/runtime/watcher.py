@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nereus.runtime.engine import CommandFailed, WorkerLost
+from nereus.runtime.engine import Answer, CommandFailed, WorkerLost
 from nereus.runtime.messages import MessageStream
 from nereus.runtime.nursery import Nursery
 
@@ -191,7 +191,11 @@ class Watcher:
                 (worker.pid,) = rest
                 worker.ready.set_result(None)
             elif kind == "result":
-                self._take_future(worker, rest[0]).set_result(rest[1])
+                number, result, times = rest
+                future = self._take_future(worker, number)
+                if isinstance(future, Answer):
+                    future.times = times
+                future.set_result(result)
             elif kind == "failed":
                 number, description = rest
                 future = worker.ready if number == 0 else self._take_future(worker, number)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from nereus.limits import MOST_SHARDS_IN_FLIGHT
+from nereus.runtime.command_times import Spending
 from nereus.runtime.messages import MessageStream
 from nereus.runtime.waiting import CommunicatorError
 
@@ -63,6 +64,7 @@ class WorkerContext:
         abort: set when every wait for peers must end.
         threads: torch threads of this worker.
         host_cores: cores that threads beside the main one may use.
+        spending: what communicators add to while a command runs.
         baseline_rss_bytes: resident bytes before the first tensor.
     """
 
@@ -72,6 +74,7 @@ class WorkerContext:
     abort: threading.Event
     threads: int
     host_cores: frozenset[int] = frozenset()
+    spending: Spending = field(default_factory=Spending)
     baseline_rss_bytes: int = 0
     _file_backed_bytes: int = field(default=0, repr=False)
     _baseline_file_backed_bytes: int = field(default=0, repr=False)
@@ -181,6 +184,7 @@ class _Worker:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._beside: queue.SimpleQueue[tuple[object, _Command]] = queue.SimpleQueue()
         self._service: object = None
+        self._spending = Spending()
 
     def run(self) -> None:
         """Make the service, then run commands until told to exit."""
@@ -194,7 +198,7 @@ class _Worker:
             return
         self._stream.send(("ready", os.getpid()))
         while (command := self._commands.get()) is not None:
-            self._run_command(service, *command)
+            self._run_command(service, *command, spending=self._spending)
             del command
             trim_heap()
         if callable(close := getattr(service, "close", None)):
@@ -213,16 +217,25 @@ class _Worker:
             self._abort,
             self._settings.threads,
             self._host_cores,
+            self._spending,
         )
         if self._settings.memory_bytes is not None and not on_cuda:
             limit = _read_status_bytes("VmData") + self._settings.memory_bytes
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return context
 
-    def _run_command(self, service: object, number: int, method: str, kwargs: dict[str, Any]) -> None:
+    def _run_command(
+        self, service: object, number: int, method: str, kwargs: dict[str, Any], *, spending: Spending | None = None
+    ) -> None:
+        """Run a command and send what came of it, with what it has spent, unless it runs beside others."""
+        begun = time.perf_counter()
         try:
-            self._stream.send(("result", number, getattr(service, method)(**kwargs)))
+            result = getattr(service, method)(**kwargs)
+            times = spending.take(time.perf_counter() - begun) if spending is not None else None
+            self._stream.send(("result", number, result, times))
         except Exception as error:  # also of a result that can't be pickled: that fails before anything is sent
+            if spending is not None:
+                spending.take(0.0)
             self._stream.send(("failed", number, _describe_error(error)))
 
     def _run_beside(self) -> None:
@@ -252,7 +265,7 @@ class _Worker:
                     self._abort.set()
                 elif kind == "clear":  # no command is under way; the answer tells that this process isn't stopped
                     self._abort.clear()
-                    self._stream.send(("result", rest[0], None))
+                    self._stream.send(("result", rest[0], None, None))
                 elif kind == "exit":
                     break
         except EOFError:

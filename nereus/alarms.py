@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from nereus.controller.monitor import describe_cap
 
@@ -90,7 +90,7 @@ class Alarms:
         else:
             return None
         return (
-            f"Step {line['step']}: the sampler's and the trainer's log-probs of the same tokens differ by {what}; look "
+            f"The sampler's and the trainer's log-probs of the same tokens differ by {what}; look "
             "at the weights that generation uses (policy version, weight sync), at padding and at the temperature."
         )
 
@@ -163,7 +163,7 @@ def describe_kl(line: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
     else:
         return None
     return (
-        f"Step {line['step']}: the KL to the reference {what}; look at the actor's learning rate, the KL weight "
+        f"The KL to the reference {what}; look at the actor's learning rate, the KL weight "
         "(ppo.kl_coef), and whether the reward is being gamed."
     )
 
@@ -187,7 +187,7 @@ def describe_reward(
     if lost <= max(REWARD_LOSS * (best["mean"] - first["mean"]), best["std"], now["std"]):
         return None
     return (
-        f"Step {line['step']}: the reward fell to {now['mean']:.3f} (mean over {REWARD_WINDOW} steps) from "
+        f"The reward fell to {now['mean']:.3f} (mean over {REWARD_WINDOW} steps) from "
         f"{best['mean']:.3f} at step {best['step']:.0f}; look at the actor's learning rate, the KL, and what the "
         "responses say now."
     )
@@ -213,7 +213,7 @@ def describe_memory(line: Mapping[str, Any], before: Sequence[Mapping[str, Any]]
         grown = median(now) - median(then)
         if grown > max(MEMORY_GROWTH * median(then), MEMORY_LEAST_BYTES):
             return (
-                f"Step {line['step']}: device {device} peaks at {median(now) / 2**20:,.0f} MiB, {grown / 2**20:,.0f} "
+                f"Device {device} peaks at {median(now) / 2**20:,.0f} MiB, {grown / 2**20:,.0f} "
                 f"MiB above steps {equal[0]['step']}-{equal[-1]['step']} of as much work on the same plan; memory is "
                 "left behind: look at what the reward function or a tracker keeps, and at fragmentation."
             )
@@ -234,5 +234,5 @@ def _places(plan: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]
     return {name: tuple(entry.get(key) for key in ("dp", "tp", "pp", "devices")) for name, entry in plan.items()}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)

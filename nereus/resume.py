@@ -21,8 +21,8 @@ __all__ = ["RecordedRun", "check_resumable", "check_resume", "compute_identity",
            "read_recorded", "staging_root"]  # fmt: skip
 
 # What a resumed run may change: how it is executed, never what it computes.
-_EXECUTION = ("cluster", "plan", "transport", "staging.every", "staging.keep", "staging.lease_s", "tracking",
-              "ppo.micro_batch", "reward.workers", "reward.timeout_s")  # fmt: skip
+_EXECUTION = ("cluster", "plan", "adapt", "transport", "staging.every", "staging.keep", "staging.lease_s", "drift",
+              "tracking", "ppo.micro_batch", "reward.workers", "reward.timeout_s")  # fmt: skip
 # Compared by what they lead to, so that a folder may have moved.
 _PLACES = ("model.path", "critic.path", "reference.path", "reward.model", "data.prompts", "model.tiny.tokenizer",
            "critic.tiny.tokenizer", "reference.tiny.tokenizer", "staging.root", "run_dir")  # fmt: skip
@@ -92,8 +92,8 @@ def check_resume(
 ) -> None:
     """Check that a run recorded with one config may go on with another.
 
-    Execution may change: cluster, plan, transport, staging (not its root), tracking, `ppo.micro_batch`, the reward
-    function's processes and a larger `steps`. Places may change while their content is the same.
+    Execution may change: cluster, plan, adapt, transport, staging (not its root), drift, tracking, `ppo.micro_batch`,
+    the reward function's processes and a larger `steps`. Places may change while their content is the same.
 
     Args:
         recorded, identity: of the run.

@@ -58,6 +58,19 @@ def test_a_schedule_is_read_and_written(tmp_path: Path):
     assert build_config(config.model_dump(mode="json")) == config  # as journals and forms hold it
 
 
+@pytest.mark.parametrize(
+    "devices", ["[[0, 2], [3, 0], [5, 1]]", "trace.csv", "{file: trace.csv, scale: 2, max: 8}", "null", "''"]
+)
+def test_a_trace_of_devices_is_read_and_written(devices: str):
+    config = load_config("tiny-cpu", [f"drift.devices={devices}"])
+    expected = yaml.safe_load(devices) or None
+    found = config.drift.devices
+    assert (found.model_dump(exclude_unset=True) if isinstance(expected, dict) else found) == (
+        tuple(map(tuple, expected)) if isinstance(expected, list) else expected
+    )
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+
+
 def test_a_key_of_a_schedule_cannot_be_set_alone():
     config = load_config("tiny-cpu", ["plan=[[0, auto]]"])
     with pytest.raises(ConfigError) as refused:
@@ -81,7 +94,7 @@ def test_override_of_one_source_takes_the_place_of_the_other():
         ("temperature=2", "Unknown key `temperature`; did you mean `rollout.temperature`?"),
         ("plan.actor.generatoin.tp=2", "Unknown key `plan.actor.generatoin`; did you mean `plan.actor.generation`?"),
         ("plan.actor.generation.tpp=2", "Unknown key `plan.actor.generation.tpp`; did you mean"),
-        ("adapt.enabled=true", "Unknown key `adapt`; the keys of a run config are model"),
+        ("async.enabled=true", "Unknown key `async`; the keys of a run config are model"),
         ("ppo.gamma=.nan", "`ppo.gamma` is nan: it must be a finite number."),
         ("ppo.clip=.inf", "`ppo.clip` is inf: it must be a finite number."),
         ("ppo.betas=[0.9, 1.0]", "`ppo.betas.1` is 1.0: it must be less than 1."),
@@ -110,6 +123,24 @@ def test_override_of_one_source_takes_the_place_of_the_other():
         ),
         ("plan=[[0, {actor.trainin: {}}]]", "Unknown key `plan.actor.trainin`; did you mean `plan.actor.training`?"),
         ("transport=fast", "`transport` is 'fast': it must be 'auto', 'direct' or 'staged'."),
+        ("drift.devices=[]", "drift.devices: the list is empty; leave it out, or write it like [[0, 4], [6, 2]]."),
+        ("drift.devices=[[1, 2]]", "drift.devices: the list begins at step 1; its first entry must hold from step 0"),
+        ("drift.devices=[[0, 2], [3]]", "drift.devices: the entry [3] of the list is no pair [step, devices]; write"),
+        ("drift.devices=[[0, 2], [0, 1]]", "drift.devices: the list names step 0 after step 0; let its steps ascend."),
+        (
+            "drift.devices=[[0, 2], [3, 1, lost]]",
+            "drift.devices: the entry [3, 1, 'lost'] is for the simulator; a trace",
+        ),
+        ("drift.devices=[[0, -1]]", "drift.devices: the entry [0, -1] has the number of devices -1; it is a whole"),
+        ("drift.devices=[[0, 0]]", "drift.devices: the list has 0 devices for ever; let there be some at some step."),
+        ("drift.devices=[[0, 2], [3, 9]]", "drift.devices has 9 devices at step 3, but cluster.devices is 2; lower it"),
+        ("drift.devices=7", "drift.devices: 7 is no trace; write a list like [[0, 4], [6, 2]], or the path of a file."),
+        ("drift.devices={scale: 2}", "`drift.devices.file` is missing; give it a value."),
+        ("drift.devices={file: x, min: 3, max: 2}", "drift.devices: min 3 is above max 2; swap them."),
+        ("drift.devices={file: x, maxi: 2}", "Unknown key `drift.devices.maxi`; did you mean `drift.devices.max`?"),
+        ("adapt.policy=best", "`adapt.policy` is 'best': it must be 'payback', 'any_gain', 'every_k' or 'fixed'."),
+        ("adapt.gamma=2", "`adapt.gamma` is 2: it must be less than or equal to 1."),
+        ("adapt.every=0", "`adapt.every` is 0: it must be greater than 0."),
         ("cluster.memory_per_device=2XB", "cluster.memory_per_device: '2XB' is no size; write it like 2GiB"),
         ("cluster.engine=ray", "`cluster.engine` is 'ray': it must be 'local'."),
         ("ppo.minibatches=99", "ppo.minibatches 99 is above the 32 samples of a step; lower it or raise"),

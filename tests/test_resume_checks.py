@@ -36,6 +36,7 @@ def check(config: RunConfig, *overrides: str) -> None:
         ["cluster.devices=1", "cluster.memory_per_device=1GiB"],
         ["plan.actor.training.tp=2"],
         ["plan=[[0, auto], [3, auto]]", "transport=staged"],
+        ["adapt={enabled: true, policy: every_k}", "drift.devices=[[0, 4], [2, 1]]"],
         ["steps=9"],
         ["staging.every=2", "staging.keep=5", "staging.lease_s=9"],
         ["tracking=[tensorboard]", "ppo.micro_batch=1"],

@@ -1,5 +1,6 @@
 """Run configuration: what the YAML holds, the command line overrides and the Prefect form shows."""
 
+from nereus.config.drift_parts import AdaptConfig, DeviceFile, DeviceTrace, DriftConfig
 from nereus.config.load import build_config, dump_config, list_recipes, load_config, override_config, resolve_path
 from nereus.config.parts import (
     ClusterConfig,
@@ -19,9 +20,13 @@ from nereus.config.plan_parts import PlanEntry
 from nereus.config.run import RunConfig
 
 __all__ = [
+    "AdaptConfig",
     "ClusterConfig",
     "ConfigError",
     "DataConfig",
+    "DeviceFile",
+    "DeviceTrace",
+    "DriftConfig",
     "ModelConfig",
     "OptionalModelConfig",
     "PPOConfig",

@@ -137,8 +137,11 @@ def _split_key(key: str) -> list[str]:
 
 
 def _describe(error: ValidationError, tree: Mapping[str, Any]) -> str:
-    """Return one sentence for the problem that explains most: an unknown key first, then the deepest one."""
-    problems = sorted(error.errors(), key=lambda problem: (not _is_unknown(problem), -len(problem["loc"])))
+    """Return one sentence for the problem that explains most: an unknown key first, then the deepest, then our own."""
+    problems = sorted(
+        error.errors(),
+        key=lambda problem: (not _is_unknown(problem), -len(problem["loc"]), problem["type"] != "value_error"),
+    )
     problem = problems[0]
     path = _key_path(problem)
     # The branches of a union complain one by one about the same key.
@@ -152,6 +155,8 @@ def _describe(error: ValidationError, tree: Mapping[str, Any]) -> str:
     key = ".".join(path)
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}." if key else f"{problem['ctx']['error']}."
+    if problem["type"] == "missing":
+        return f"`{key}` is missing; give it a value."
     return f"`{key}`{where} is {problem['input']!r}: {' or '.join(wishes)}."
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from nereus.config.drift_parts import AdaptConfig, DriftConfig
 from nereus.config.parts import (
     ClusterConfig,
     DataConfig,
@@ -46,12 +47,14 @@ class RunConfig(Part):
         description="`auto`, or where each model-stage runs; or a schedule [[0, plan], [4, plan], ...] of plans, each "
         "from its step on.",
     )
+    adapt: AdaptConfig = Field(AdaptConfig(), description="How the plan follows a world that changes.")
     transport: Literal["auto", "direct", "staged"] = Field(
         "auto",
         description="How state moves when the plan changes: `direct` between workers, `staged` through storage; "
         "`auto` takes the faster one that memory allows.",
     )
     staging: StagingConfig = Field(StagingConfig(), description="Commits that the run can be resumed from.")
+    drift: DriftConfig = Field(DriftConfig(), description="Which devices there are, step by step.")
     tracking: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Trackers fed with the metrics.")
 
     @model_validator(mode="after")
@@ -61,5 +64,15 @@ class RunConfig(Part):
             raise ValueError(
                 f"ppo.minibatches {self.ppo.minibatches} is above the {samples} samples of a step; "
                 "lower it or raise rollout.prompts_per_step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_trace(self) -> Self:
+        most = self.drift.most_devices()
+        if most is not None and most[1] > self.cluster.devices:
+            raise ValueError(
+                f"drift.devices has {most[1]} devices at step {most[0]}, but cluster.devices is "
+                f"{self.cluster.devices}; lower it, or raise cluster.devices"
             )
         return self

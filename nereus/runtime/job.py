@@ -12,7 +12,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from nereus.cluster import local_cluster
-from nereus.config import OptionalModelConfig, RunConfig, TinyConfig, resolve_path
+from nereus.config import DeviceTrace, OptionalModelConfig, RunConfig, TinyConfig, resolve_path
 from nereus.cost.memory import Workload
 from nereus.data import PromptTokens, encode_prompts, read_prompts
 from nereus.limits import REMOTE_STAGING_BUFFER_BYTES, STAGING_BUFFER_BYTES
@@ -24,6 +24,7 @@ from nereus.rewards import load_reward_function
 from nereus.runtime.run_dir import RunDir
 from nereus.runtime.schedule import Schedule, plan_at, resolve_schedule
 from nereus.runtime.sources import ModelSource
+from nereus.trace_files import read_device_trace
 from nereus.tracking import check_trackers
 from nereus.transition.memory import TransitionMemory
 from storage.errors import refuse_credentials
@@ -53,6 +54,7 @@ class Job:
     eos_ids: tuple[int, ...]
     workload: Workload
     capacities: Mapping[int, int]  # bytes of memory by device id
+    device_trace: DeviceTrace  # empty: all devices are there, always
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -94,6 +96,7 @@ def prepare_job(config: RunConfig, *, first_step: int = 0) -> Job:
     _check_devices(config)
     _check_places(config)
     check_trackers(config.tracking)
+    device_trace = read_device_trace(config.drift.devices, num_steps=config.steps, num_devices=config.cluster.devices)
     sources = _sources(config)
     actor = sources["actor.training"]
     reward = sources.get("reward.inference")
@@ -134,6 +137,7 @@ def prepare_job(config: RunConfig, *, first_step: int = 0) -> Job:
         eos_ids=_eos_ids(config, tokenizer),
         workload=workload,
         capacities=capacities,
+        device_trace=device_trace,
     )
 
 

@@ -14,20 +14,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from nereus.config.parts import ConfigError
-from nereus.simulator.scenario import DeviceFile, Scenario
-from nereus.simulator.traces import (
-    LengthTrace,
-    Pool,
-    build_lengths,
-    build_pools,
-    read_devices_csv,
-    read_lengths_csv,
-    read_spot_trace,
-    sample_pools,
-)
+from nereus.simulator.scenario import Scenario, TraceFile
+from nereus.trace_files import TRACES_VARIABLE, describe_missing, find_trace, read_pools, read_text
+from nereus.traces import LengthTrace, Pool, build_lengths, build_pools, read_lengths_csv
 
 SCENARIOS_DIR = Path(__file__).resolve().parent.parent / "recipes" / "scenarios"
-TRACES_VARIABLE = "NEREUS_TRACES"
 
 
 @dataclass(frozen=True)
@@ -71,12 +62,9 @@ def load_traces(scenario: Scenario, num_devices: int) -> Traces:
     devices, source = scenario.devices, "as written in the scenario"
     if devices is None:
         pools: tuple[Pool, ...] = (Pool(num_devices),) * scenario.steps
-    elif isinstance(devices, DeviceFile):
-        path, source = _find_trace(devices)
-        text = _read_text(path)
-        read = read_spot_trace if path.suffix == ".json" else read_devices_csv
-        limits = {"scale": devices.scale, "least": devices.min, "most": devices.max, "span_s": devices.span_s}
-        pools = sample_pools(read(text, path.name), scenario.steps, path.name, **limits)  # type: ignore[arg-type]
+    elif isinstance(devices, TraceFile):
+        place, source = _find_trace(devices)
+        pools = read_pools(place, devices, scenario.steps)
     else:
         pools = build_pools(devices, scenario.steps, "devices")
     most = max(pool.num_devices for pool in pools)
@@ -87,37 +75,21 @@ def load_traces(scenario: Scenario, num_devices: int) -> Traces:
     lengths = scenario.workload.response_tokens
     where = "workload.response_tokens"
     if isinstance(lengths, str):
-        points: Any = read_lengths_csv(_read_text(_resolve(lengths)), lengths)
+        place, _ = find_trace(lengths) or (lengths, "")
+        points: Any = read_lengths_csv(read_text(place), lengths)
     else:
         points = [[0, lengths]] if isinstance(lengths, float | int) else lengths
     return Traces(pools, build_lengths(points, scenario.workload.p95_over_mean, where), source)
 
 
-def _find_trace(devices: DeviceFile) -> tuple[Path, str]:
-    folder = os.environ.get(TRACES_VARIABLE)
-    named = Path(devices.file)
-    if named.is_file():
-        return named, devices.file
-    if folder and (Path(folder) / devices.file).is_file():
-        return Path(folder) / devices.file, f"{devices.file} of {TRACES_VARIABLE}"
-    if not folder and devices.fallback:
-        return SCENARIOS_DIR / devices.fallback, f"SYNTHETIC ({devices.fallback}); set {TRACES_VARIABLE} for the public"
-    where = f"nor in {TRACES_VARIABLE}={folder}" if folder else f"and {TRACES_VARIABLE} isn't set"
-    raise ValueError(f"devices.file is {devices.file!r}, which is not here {where}; give the path of a trace.")
-
-
-def _resolve(name: str) -> Path:
-    folder = os.environ.get(TRACES_VARIABLE)
-    if not Path(name).is_file() and folder and (Path(folder) / name).is_file():
-        return Path(folder) / name
-    return Path(name)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"trace {path} can't be read: {error}.") from None
+def _find_trace(devices: TraceFile) -> tuple[str, str]:
+    found = find_trace(devices.file)
+    if found is not None:
+        return found
+    if devices.fallback and not os.environ.get(TRACES_VARIABLE):
+        source = f"SYNTHETIC ({devices.fallback}); set {TRACES_VARIABLE} for the public"
+        return str(SCENARIOS_DIR / devices.fallback), source
+    raise ValueError(describe_missing(devices.file, "devices.file"))
 
 
 def _read_tree(name_or_path: str) -> dict[str, Any]:
@@ -179,7 +151,7 @@ def _describe(error: ValidationError) -> str:
 
 
 # Names of a union's branches that pydantic puts into the path of a problem; they are no keys of ours.
-_BRANCHES = {"DeviceFile", "ModelSource", "constrained-float", "constrained-str", "str", "int", "float"}
+_BRANCHES = {"TraceFile", "ModelSource", "constrained-float", "constrained-str", "str", "int", "float"}
 
 
 def _unknown_key(path: list[str]) -> str:

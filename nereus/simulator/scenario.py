@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereus.catalog import MOST_DEVICES
+from nereus.config.drift_parts import DeviceFile
 from nereus.config.parts import Part, Size
 from nereus.cost.efficiency import CLASSES
 
@@ -95,21 +96,10 @@ class WorkloadSource(Part):
         return self
 
 
-class DeviceFile(Part):
-    """Devices from a file: a CSV `seconds,available`, or the JSON of github.com/skypilot-org/spot-traces."""
+class TraceFile(DeviceFile):
+    """Devices from a file, or from a shipped one where the file's folder isn't known."""
 
-    file: str = Field(..., description="Path, or a name in the folder that NEREUS_TRACES names.")
     fallback: str | None = Field(None, description="A trace shipped with Nereus for when NEREUS_TRACES isn't set.")
-    scale: float = Field(1.0, gt=0, description="Devices for each available instance.")
-    min: int = Field(0, ge=0, description="Fewest devices.")
-    max: int | None = Field(None, gt=0, description="Most devices.")
-    span_s: float | None = Field(None, gt=0, description="Seconds of the trace that the steps span; empty: all.")
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min} is above max {self.max}; swap them")
-        return self
 
 
 class Truth(Part):
@@ -143,7 +133,7 @@ class Scenario(Part):
     reward: ModelSource | None = Field(None, description="Empty: as large as the actor.")
     cluster: ClusterSource = Field(..., description="The whole allocation; `devices` says how much of it there is.")
     workload: WorkloadSource = Field(..., description="What a step works on.")
-    devices: list[DeviceEntry] | DeviceFile | None = Field(
+    devices: list[DeviceEntry] | TraceFile | None = Field(
         None, description="[[step, n], ...] ids 0..n-1 from that step on ([step, n, lost]: without notice), or a file."
     )
     steps: int = Field(26, gt=0, description="Steps to simulate.")

@@ -1,6 +1,6 @@
 """Traces: how many devices there are at each step, and how long responses get.
 
-Everything here takes plain values and text; finding files is `load`'s.
+Everything here takes plain values and text; finding files is `trace_files`'s.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nereus.simulator.traces import (
+from nereus.traces import (
     Pool,
     build_lengths,
     build_pools,

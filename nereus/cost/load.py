@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nereus.cost.rank_memory import Workload
+from nereus.limits import STAGING_BUFFER_BYTES
 
 Algorithm = Literal["ppo", "grpo"]
 
@@ -18,6 +19,8 @@ class StepLoad:
     """The work of one step: means for time; the 95th percentile for memory and for the slowest sample of generation.
 
     `response_tokens_longest` is the length of the longest response, where that is known; None: the 95th percentile.
+    `slot_tokens` is what a slot of the KV cache holds, where that isn't what a sequence has; `staging_buffer_bytes` are
+    those of a worker that writes staged state.
 
     Example: StepLoad(1024, minibatches=4, prompt_tokens=512, response_tokens=1147.5, response_tokens_p95=1339).
     """
@@ -30,6 +33,8 @@ class StepLoad:
     epochs: int = 1
     response_tokens_longest: float | None = None
     algorithm: Algorithm = field(default="ppo")
+    slot_tokens: int | None = None
+    staging_buffer_bytes: int = STAGING_BUFFER_BYTES
 
     def __post_init__(self) -> None:
         for name in ("samples", "minibatches", "epochs", "prompt_tokens", "response_tokens"):
@@ -90,4 +95,6 @@ class StepLoad:
             prompt_tokens=-int(-self.prompt_tokens // 1),
             response_tokens=-int(-length // 1),
             accelerator=accelerator,
+            slot_tokens=self.slot_tokens,
+            staging_buffer_bytes=self.staging_buffer_bytes,
         )

@@ -127,11 +127,11 @@ def _with_margins(activations: Bytes, others: Bytes, workload: Workload) -> Byte
 def _generation(ranks: Ranks, options: _Options) -> Bytes:
     workload, precision = options.workload, options.precision
     slots = np.minimum(options.micro_batch, options.share)
-    cached = slots * workload.sequence_tokens * ranks.layers * 2 * ranks.kv_heads * ranks.spec.head_dim
+    cached = slots * workload.cached_tokens * ranks.layers * 2 * ranks.kv_heads * ranks.spec.head_dim
     prefill = np.maximum(np.minimum(slots * workload.prompt_tokens, PREFILL_TOKENS), workload.prompt_tokens)
     activations = np.maximum(
         forward_bytes(ranks, prefill, workload.prompt_tokens, precision),
-        decoding_bytes(ranks, slots, workload.sequence_tokens, precision),
+        decoding_bytes(ranks, slots, workload.cached_tokens, precision),
     )
     others = cached * COMPUTE_BYTES[precision] + sampling_bytes(ranks, slots, precision)
     return _with_margins(activations, others, workload)

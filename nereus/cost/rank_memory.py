@@ -56,7 +56,7 @@ FRAGMENTATION = 0.5
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step is made of. Lengths are the largest allowed ones, so that an admitted plan never runs out.
+    """What a step is made of. Lengths are the largest that must fit.
 
     `accelerator` says that devices have memory of their own with a caching allocator, and compute on weights as they
     are; else they are slots of a CPU.
@@ -70,10 +70,16 @@ class Workload:
     response_tokens: int
     staging_buffer_bytes: int = STAGING_BUFFER_BYTES  # of a worker that writes staged state
     accelerator: bool = False
+    slot_tokens: int | None = None  # that a slot of the KV cache holds; None: as many as a sequence has
 
     @property
     def sequence_tokens(self) -> int:
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of a slot of the KV cache, which is made before the lengths are known."""
+        return self.sequence_tokens if self.slot_tokens is None else self.slot_tokens
 
     @property
     def minibatch_samples(self) -> int:
@@ -180,11 +186,11 @@ def _with_margins(kinds: dict[str, int], workload: Workload) -> dict[str, int]:
 def _generation(work: _Work) -> dict[str, int]:
     sizes, workload = work.sizes, work.workload
     slots = min(work.micro_batch, work.share)
-    cached = slots * workload.sequence_tokens * sizes.layers * 2 * sizes.kv_heads * work.spec.head_dim
+    cached = slots * workload.cached_tokens * sizes.layers * 2 * sizes.kv_heads * work.spec.head_dim
     prefill = max(min(slots * workload.prompt_tokens, PREFILL_TOKENS), workload.prompt_tokens)
     activations = max(
         forward_bytes(sizes, prefill, workload.prompt_tokens, work.precision),
-        decoding_bytes(sizes, slots, workload.sequence_tokens, work.precision),
+        decoding_bytes(sizes, slots, workload.cached_tokens, work.precision),
     )
     return _with_margins(
         {

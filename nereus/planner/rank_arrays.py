@@ -129,11 +129,11 @@ class MemoryFormulas:
 
     def _generation(self, ranks: Ranks, slots: Ints) -> Ints:
         work, precision = self.workload, self.precision
-        cached = slots * work.sequence_tokens * ranks.layers * 2 * ranks.kv_heads * ranks.spec.head_dim
+        cached = slots * work.cached_tokens * ranks.layers * 2 * ranks.kv_heads * ranks.spec.head_dim
         prefill = np.maximum(np.minimum(slots * work.prompt_tokens, PREFILL_TOKENS), work.prompt_tokens)
         activations = np.maximum(
             forward_bytes(ranks, prefill, work.prompt_tokens, precision),
-            decoding_bytes(ranks, slots, work.sequence_tokens, precision),
+            decoding_bytes(ranks, slots, work.cached_tokens, precision),
         )
         others = cached * COMPUTE_BYTES[precision] + self._packed(ranks) + sampling_bytes(ranks, slots, precision)
         return self._with_margins(activations, others)

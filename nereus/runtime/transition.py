@@ -7,6 +7,7 @@ sum up the old units, connect -> primitives -> sum up the new units -> journal r
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,17 +20,19 @@ from nereus.runtime.engine import CommandError, Engine, run_command
 from nereus.runtime.job import Job
 from nereus.runtime.model_stages import build_order, next_epoch
 from nereus.runtime.rank_state import Counters
+from nereus.runtime.shard_queue import tried
 from nereus.runtime.transition_orders import TransitionOrder, UnitKey
 from nereus.runtime.transition_sets import TransitionSets
 from nereus.transition.durations import durations
 from nereus.transition.execute import execute
-from nereus.transition.graph import InfeasibleTransition
 from nereus.transition.memory import TransitionMemory
 from nereus.transition.primitives import Primitive, TransitionGraph
 from nereus.transition.speeds import Speeds
 from nereus.transition.undo import plan_undo
 from nereus.transition.verify import StateDiffers, combine
 from storage.journal import FencedOff
+
+logger = logging.getLogger(__name__)
 
 Submit = Callable[[Primitive, Sequence[Any]], Any]
 
@@ -82,6 +85,7 @@ class Transition:
         speeds: Speeds | None,
         write_record: Callable[[dict[str, Any]], None],
         failure: Exception | None = None,
+        began_s: float | None = None,
     ) -> None:
         """Describe the attempt; nothing happens before `run`.
 
@@ -91,6 +95,7 @@ class Transition:
             speeds: for predictions; None: there are none.
             write_record: appends the transition's record to the run's journal.
             failure: what has failed already before anything could move.
+            began_s: `time.perf_counter()` when the attempt began, with the start of new workers; None: now.
         """
         self.graph, self.boundary = graph, boundary
         self.predicted_s = {} if speeds is None else durations(graph, memory, speeds)
@@ -104,7 +109,8 @@ class Transition:
         self._devices = tuple(sorted({*graph.current.devices, *graph.target.devices}))
         self._changed = [name for name in graph.target if _units(graph.target, name) != _units(graph.current, name)]
         self._sums: dict[str, dict[str, int]] = {}
-        self._began_s = time.perf_counter()
+        self._began_s = time.perf_counter() if began_s is None else began_s
+        self._is_begun = False  # workers may know of this attempt
         self.verified = False
 
     # What is visible as tasks
@@ -153,14 +159,16 @@ class Transition:
             self._prepare()
             execute(self.graph, submit)
             self._verify()
-            self._write_record(self._journal_body("committed"))
+            tried(lambda: self._write_record(self._journal_body("committed")))
         except FencedOff:
             raise
         except Exception as error:  # whatever it is, the job goes on
             return self._undo(error, submit)
         try:
             self._put_in_force(submit)
-        except CommandError as error:
+        except FencedOff:
+            raise
+        except Exception as error:
             raise GoBack(self.graph.target, f"after the commit of the new plan: {_reason(error)}") from error
         return self._line("committed")
 
@@ -182,6 +190,7 @@ class Transition:
                 tuple(order for name, order in builds.items() if device in plan[name].devices),
                 (training, generation) if syncs else None,
             )
+        self._is_begun = True
         self._run("connect", "begin_transition", {device: {"order": order} for device, order in orders.items()})
 
     def _sum_up(self, plan: Plan) -> dict[str, dict[str, int]]:
@@ -221,25 +230,31 @@ class Transition:
     def _undo(self, error: Exception, submit: Submit) -> dict[str, Any]:
         """Lead every model-stage back to the old plan."""
         reason, old = _reason(error), self.graph.current
-        progress = self._progress
         try:
             lost = self._engine.recover(step=self.boundary.step) if self._engine.broken is not None else ()
             if lost:
                 devices = ", ".join(map(str, lost))
                 raise GoBack(old, f"{reason}; what device {devices} held is gone")
-            for id in sorted(progress.under_way):
-                primitive = self._by_id[id]
-                if primitive.makes:
-                    self._on_all("drop_primitive", primitive.devices, primitive=primitive)
-            undo = plan_undo(self.graph, list(progress.ended), self._memory, sorted(progress.under_way))
-            self._move_back(undo, submit)
-            if undo.primitives:
-                self._compare(self._sum_up(old))
-            self._on_all("undo_transition", epoch=self._epoch)
-        except (InfeasibleTransition, CommandError, StateDiffers, OSError) as failure:
+            if self._is_begun:
+                self._undo_moves(submit)
+        except (FencedOff, GoBack):
+            raise
+        except Exception as failure:  # whatever keeps it from the way back, the last commit is there
             raise GoBack(old, f"{reason}; then {_reason(failure)}") from error
-        self._write_record(self._journal_body("rolled_back", reason))
-        return self._line("rolled_back")
+        self._note("rolled_back", reason)
+        return self._line("rolled_back", reason)
+
+    def _undo_moves(self, submit: Submit) -> None:
+        progress = self._progress
+        for id in sorted(progress.under_way):
+            primitive = self._by_id[id]
+            if primitive.makes:
+                self._on_all("drop_primitive", primitive.devices, primitive=primitive)
+        undo = plan_undo(self.graph, list(progress.ended), self._memory, sorted(progress.under_way))
+        self._move_back(undo, submit)
+        if undo.primitives:
+            self._compare(self._sum_up(self.graph.current))
+        self._on_all("undo_transition", epoch=self._epoch)
 
     def _move_back(self, undo: TransitionGraph, submit: Submit) -> None:
         self._by_id.update(undo.by_id)
@@ -254,14 +269,25 @@ class Transition:
 
     def line_after(self, failure: GoBack) -> dict[str, Any]:
         """Return the line of transitions.jsonl for a run that was built again from its last commit, and journal it."""
-        self._write_record(self._journal_body("recovered", failure.reason))
-        return self._line("recovered")
+        self._note("recovered", failure.reason)
+        return self._line("recovered", failure.reason)
+
+    def _note(self, outcome: str, reason: str) -> None:
+        """Journal how a failed attempt ended. Nothing depends on this record, so a store that fails ends no job.
+
+        Raises:
+            FencedOff: another driver has taken the run over.
+        """
+        try:
+            tried(lambda: self._write_record(self._journal_body(outcome, reason)))
+        except OSError as error:
+            logger.warning("The journal could not take note of a transition that was %s (%s).", outcome, _reason(error))
 
     def discard_sets(self) -> None:
         """Remove what was staged for this transition alone."""
         self._sets.discard()
 
-    def _line(self, outcome: str) -> dict[str, Any]:
+    def _line(self, outcome: str, reason: str = "") -> dict[str, Any]:
         ended = self._progress.ended
         primitives = [
             {
@@ -275,7 +301,7 @@ class Transition:
             for primitive in self._by_id.values()
             if primitive.id in ended
         ]
-        return {
+        line = {
             "step": self.boundary.step,
             "from": self.graph.current.to_record(),
             "to": self.graph.target.to_record(),
@@ -285,6 +311,7 @@ class Transition:
             "verified": self.verified,
             "outcome": outcome,
         }
+        return {**line, "reason": reason} if reason else line
 
     def _journal_body(self, outcome: str, reason: str = "") -> dict[str, Any]:
         body = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from nereus.emu import Emu
@@ -31,9 +31,10 @@ class Draft:
     memory: dict[int, Reservation] = field(default_factory=dict)
     after_commit: bool = False
 
-    def final(self, resource_edges: Sequence[str] = ()) -> Primitive:
-        """Return the primitive, which also waits for `resource_edges`."""
-        units = (*self.reads, *self.makes, *self.frees)
+    def final(self, resource_edges: Sequence[str] = (), lost: Collection[int] = ()) -> Primitive:
+        """Return the primitive, which also waits for `resource_edges`; of old units nothing is left on `lost` devices."""
+        devices = {device for unit in self.frees for device in unit.devices}.difference(lost)
+        devices.update(device for unit in (*self.reads, *self.makes) for device in unit.devices)
         return Primitive(
             id=self.id,
             kind=self.kind,
@@ -47,7 +48,7 @@ class Draft:
             depends_on=(*self.depends_on, *resource_edges),
             resource_edges=tuple(resource_edges),
             bytes=self.bytes,
-            devices=tuple(sorted({device for unit in units for device in unit.devices})),
+            devices=tuple(sorted(devices)),
             memory=self.memory,
             after_commit=self.after_commit,
         )

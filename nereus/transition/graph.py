@@ -47,7 +47,7 @@ def plan_transition(
         target: a legal plan that fits; its devices may come out in another rank order.
         transport: "auto" moves directly what memory lets it, unless `speeds` say that storage is faster.
         staged_set: whether storage has the state of this boundary; else a staged transport writes it first.
-        lost: devices of the current plan whose memory is gone.
+        lost: devices of the current plan whose memory is gone. Those that the target names are there again, empty.
         node_of: devices change places with others of their node only.
         speeds: of links and storage. With them, a small graph is also put into an order that ends sooner.
 
@@ -88,9 +88,6 @@ def check_devices(current: Plan, target: Plan, memory: TransitionMemory, lost: C
                 raise ValueError(
                     f"{what} names device {device}, but there are only {known}; name devices that are there."
                 )
-    gone = sorted(set(lost).intersection(target.devices))
-    if gone:
-        raise ValueError(f"the new plan names device {gone[0]}, which is lost; leave it out.")
 
 
 def assign_devices(
@@ -128,11 +125,12 @@ class _Build:
     ) -> None:
         self._current, self._target, self._memory = current, target, memory
         self._is_pending, self._node_of = staged_set == "pending", node_of
+        self._lost = lost
         self._changes = stage_changes(current, target, lost)
         frozen = {name for name in target if stage_of(name) == "inference"}
         self._recoverable = frozenset(target) if staged_set == "committed" else frozenset(frozen)
-        devices = sorted({*current.devices, *target.devices}.difference(lost))
-        held = resident_bytes(current, memory, [*devices, *lost])
+        devices = sorted({*current.devices}.difference(lost) | {*target.devices})
+        held = {**resident_bytes(current, memory, [*devices, *lost]), **dict.fromkeys(lost, 0)}
         self._free = {device: memory.usable_bytes[device] - held[device] for device in devices}
 
     def graph(self, staged: frozenset[str]) -> TransitionGraph:
@@ -166,6 +164,7 @@ class _Build:
                 staged=staged,
                 recoverable=self._recoverable,
                 node_of=self._node_of,
+                lost=self._lost,
             )
             try:
                 order.run(release_first=release_first)
@@ -185,10 +184,11 @@ class _Build:
         return TransitionGraph(
             current=self._current,
             target=self._target,
-            primitives=tuple(draft.final(edges.get(draft.id, ())) for draft in drafts),
+            primitives=tuple(draft.final(edges.get(draft.id, ()), self._lost) for draft in drafts),
             kept=tuple(unit for change in self._changes for unit in change.kept),
             free_bytes=self._free,
             recoverable=self._recoverable,
+            lost=self._lost,
         )
 
     def _next_staged(self, dead_end: DeadEnd, staged: frozenset[str]) -> str | None:

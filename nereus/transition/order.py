@@ -29,17 +29,20 @@ class SerialOrder:
         staged: Collection[str],
         recoverable: Collection[str],
         node_of: NodeOf,
+        lost: Collection[int] = (),
     ) -> None:
         """Prepare.
 
         Args:
-            free_bytes: by device, at the start; devices it leaves out are lost.
+            free_bytes: by device, at the start.
             staged: model-stages whose new units are filled from storage.
             recoverable: model-stages whose state storage, or a source, already has.
+            lost: devices whose memory is gone.
         """
         self.drafts: list[Draft] = []
         self._free = dict(free_bytes)
-        self._memory, self._recoverable = memory, recoverable
+        self._memory, self._recoverable, self._lost = memory, recoverable, lost
+        self._dead: dict[tuple[str, tuple[int, ...]], str] = {}  # units that lost a device: what frees the rest of them
         names = {change.model_stage for change in changes}
         self.stages = {
             change.model_stage: StageState.open(
@@ -81,9 +84,10 @@ class SerialOrder:
         for unit in stage.change.dead:
             draft = Draft("destroy", stage.name, frees=(unit,))
             for rank, device in enumerate(unit.devices):
-                if device in self._free:
+                if device not in self._lost:
                     draft.memory[device] = Reservation(0, -stage.held_old[rank])
             self._place(stage, draft)
+            self._dead[stage.name, unit.devices] = draft.id
 
     def _write(self, stage: StageState) -> None:
         """Write what is trained, if storage is to fill units and doesn't have it; generation's state is the actor's."""
@@ -225,6 +229,9 @@ class SerialOrder:
             maker = self.stages[unit.model_stage].sources.maker_of(unit)
             if maker:
                 draft.depends_on[maker] = None
+        for unit in draft.makes:  # the same unit as one that lost a device: its rest goes first
+            if (stage.name, unit.devices) in self._dead:
+                draft.depends_on[self._dead[stage.name, unit.devices]] = None
         if draft.frees:
             stage.end(draft.frees, draft)
         self._place(stage, draft)

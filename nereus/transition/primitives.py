@@ -91,6 +91,7 @@ class TransitionGraph:
             again, before anything moves.
         live: whole units at the start, where they aren't those of `current`: a graph that leads back starts between
             two plans.
+        lost: devices of `current` whose memory is gone; those that the target names are there again, empty.
     """
 
     current: Plan
@@ -100,6 +101,7 @@ class TransitionGraph:
     free_bytes: Mapping[int, int] = field(default_factory=dict, hash=False)
     recoverable: frozenset[str] = frozenset()
     live: tuple[Emu, ...] | None = None
+    lost: frozenset[int] = frozenset()
 
     @cached_property
     def by_id(self) -> Mapping[str, Primitive]:

@@ -65,9 +65,8 @@ class _State:
         self.ended: list[str] = []
         self._done: set[str] = set()
         self._free = dict(graph.free_bytes)
-        lost = {device for device in graph.current.devices if device not in self._free}
         live = emus_of(graph.current) if graph.live is None else graph.live
-        self._live = {_key(unit) for unit in live if lost.isdisjoint(unit.devices)}
+        self._live = {_key(unit) for unit in live if graph.lost.isdisjoint(unit.devices)}
         self._committed = set(graph.recoverable)
         self._left = {p.id: len(p.depends_on) + len(p.streams) for p in self.waiting.values()}
         self.ready = {p.id: p for p in self.waiting.values() if not self._left[p.id]}

@@ -13,12 +13,14 @@ each polls the abort flag, and on one host also whether the peers are alive, and
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import distributed
 
+from nereus.runtime.command_times import Spending
 from nereus.runtime.mailbox import Mailbox, mailbox_bytes
 from nereus.runtime.process_group import GlooGroup, NcclGroup
 from nereus.runtime.shared_reduce import SharedCollectives, SharedSegment, shared_memory_is_ordered
@@ -30,8 +32,10 @@ __all__ = ["AbortFlag", "Communicator", "CommunicatorAborted", "CommunicatorErro
 class Pending:
     """A transfer that was started; its tensor must be left alone until `wait` returns."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], None], spent: Callable[[float], None] | None = None) -> None:
+        """Begin with the function that waits, and one that is told the seconds that this took."""
         self._wait: Callable[[], None] | None = wait
+        self._spent = spent
 
     def wait(self) -> None:
         """Return when the tensor may be used again; a second call does nothing.
@@ -41,8 +45,11 @@ class Pending:
             CommunicatorError: the peer is gone, or sent another number of bytes.
         """
         if self._wait is not None:
+            begun = time.perf_counter()
             self._wait()
             self._wait = None
+            if self._spent is not None:
+                self._spent(time.perf_counter() - begun)
 
 
 class _Group(Protocol):
@@ -69,6 +76,12 @@ class Communicator:
         self._group = group
         self._watch = watch
         self._buffers: list[torch.UntypedStorage] = []  # of packed messages that are over, where there is no mailbox
+        self._spending: Spending | None = None
+        self._class: str | None = None
+
+    def count_into(self, spending: Spending, operation_class: str | None = None) -> None:
+        """Count seconds and bytes from now on, under one operation class, or each operation's own."""
+        self._spending, self._class = spending, operation_class
 
     @classmethod
     def connect(
@@ -129,7 +142,9 @@ class Communicator:
         assert op in ("sum", "max"), op
         group, flat = self._begin(tensor)
         if group is not None and flat.numel():
+            begun = time.perf_counter()
             group.all_reduce(flat.view(-1), op)
+            self._count("all_reduce", begun, flat)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the contiguous tensors of all ranks in rank order, as new tensors; dim 0 may differ in size.
@@ -139,7 +154,12 @@ class Communicator:
             CommunicatorError: a peer is gone, or is in another operation.
         """
         group, tensor = self._begin(tensor)
-        return [tensor.clone()] if group is None else group.all_gather(tensor)
+        if group is None:
+            return [tensor.clone()]
+        begun = time.perf_counter()
+        parts = group.all_gather(tensor)
+        self._count("all_gather", begun, tensor)
+        return parts
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Copy the contiguous tensor of rank `src` into that of every rank; same shape and dtype on all.
@@ -151,7 +171,9 @@ class Communicator:
         assert 0 <= src < self.size, src
         group, flat = self._begin(tensor)
         if group is not None and flat.numel():
+            begun = time.perf_counter()
             group.broadcast(flat.view(-1), src)
+            self._count("all_reduce", begun, flat)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Pending:
         """Start to send a contiguous tensor; messages of one pair and tag arrive in order.
@@ -162,14 +184,18 @@ class Communicator:
         assert dst != self.rank and 0 <= dst < self.size, dst
         group, tensor = self._begin(tensor)
         assert group is not None
-        return Pending(group.send(tensor, dst, tag))
+        begun = time.perf_counter()
+        wait_read = group.send(tensor, dst, tag)
+        self._count("p2p", begun, tensor)
+        return Pending(wait_read, self._waited)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Pending:
         """Start to receive into a contiguous tensor; matches sends of the same pair and tag in the order of calls."""
         assert src != self.rank and 0 <= src < self.size, src
         group, tensor = self._begin(tensor)
         assert group is not None
-        return Pending(group.recv(tensor, src, tag))
+        self._count("p2p", time.perf_counter(), tensor)
+        return Pending(group.recv(tensor, src, tag), self._waited)
 
     def send_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, dst: int, tag: int = 0) -> Pending:
         """Start to send tensors of any strides as one message, laid end to end and cast to `dtype`; see `send`.
@@ -179,19 +205,22 @@ class Communicator:
         assert dst != self.rank and 0 <= dst < self.size, dst
         group = self._live_group()
         if isinstance(group, _SharedGroup):
-            return Pending(group.send_parts(parts, dtype, dst, tag))
+            begun = time.perf_counter()
+            wait_read = group.send_parts(parts, dtype, dst, tag)
+            self._count("p2p", begun, *parts)
+            return Pending(wait_read, self._waited)
         message = self._take_buffer(parts, dtype)
         for part, place in zip(parts, _places(message, parts), strict=True):
             place.copy_(part)
         wait_sent = group.send(message, dst, tag)
-        return Pending(lambda: self._give_back(wait_sent, message))
+        return Pending(lambda: self._give_back(wait_sent, message), self._waited)
 
     def recv_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, src: int, tag: int = 0) -> Pending:
         """Start to receive what `send_parts` sends as `dtype`, into tensors of any strides; `wait` fills them."""
         assert src != self.rank and 0 <= src < self.size, src
         group = self._live_group()
         if isinstance(group, _SharedGroup):
-            return Pending(group.recv_parts(parts, dtype, src, tag))
+            return Pending(group.recv_parts(parts, dtype, src, tag), self._waited)
         message = self._take_buffer(parts, dtype)
         wait_received = group.recv(message, src, tag)
 
@@ -201,7 +230,7 @@ class Communicator:
                 part.copy_(place)
             self._buffers.append(message.untyped_storage())
 
-        return Pending(scatter)
+        return Pending(scatter, self._waited)
 
     def barrier(self) -> None:
         """Wait until all ranks are here.
@@ -226,6 +255,15 @@ class Communicator:
         if group is not None:
             group.close()
             self._watch.close()
+
+    def _count(self, own_class: str, begun: float, *tensors: torch.Tensor) -> None:
+        if self._spending is not None:
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            self._spending.add(self._class or own_class, time.perf_counter() - begun, num_bytes)
+
+    def _waited(self, seconds: float) -> None:
+        if self._spending is not None:
+            self._spending.add(self._class or "p2p", seconds, 0)
 
     def _take_buffer(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor for a message, in memory of an earlier one that is over if one is large enough."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nereus.layout import Layout
@@ -55,28 +56,35 @@ def connect_links(context: WorkerContext, model_stage: str, plan: StagePlan, epo
     """Connect this device's communicators of a model-stage; return its replica index and links.
 
     All ranks connect in the order replica, tp, dp, and each set of ranks enters a connection together, so no rank
-    waits for one that waits for it.
+    waits for one that waits for it. Where one fails, none stays open.
     """
     position = plan.devices.index(context.device)
     replica, rank = divmod(position, plan.layout.size)
     stage, tp_rank = plan.layout.stage(rank), plan.layout.tp_rank(rank)
 
-    def connect(name: str, rank: int, size: int) -> Communicator:
-        return Communicator.connect(
-            store_address=context.store_address,
-            name=f"{model_stage}/{name}",
-            epoch=epoch,
-            rank=rank,
-            size=size,
-            torch_device=context.torch_device,
-            abort=context.abort,
-        )
+    with ExitStack() as undo:
 
-    links = Links(
-        layout=plan.layout,
-        rank=rank,
-        replica=connect(f"replica{replica}", rank, plan.layout.size),
-        tp=connect(f"replica{replica}/stage{stage}", tp_rank, plan.layout.tp),
-        dp=connect(f"rank{rank}", replica, plan.dp),
-    )
+        def connect(name: str, rank: int, size: int, operation_class: str | None = None) -> Communicator:
+            communicator = Communicator.connect(
+                store_address=context.store_address,
+                name=f"{model_stage}/{name}",
+                epoch=epoch,
+                rank=rank,
+                size=size,
+                torch_device=context.torch_device,
+                abort=context.abort,
+            )
+            undo.callback(communicator.close)
+            communicator.count_into(context.spending, operation_class)
+            return communicator
+
+        links = Links(
+            layout=plan.layout,
+            rank=rank,
+            # Sums over a replica are of single numbers, and wait for the pipeline as its messages do.
+            replica=connect(f"replica{replica}", rank, plan.layout.size, "p2p"),
+            tp=connect(f"replica{replica}/stage{stage}", tp_rank, plan.layout.tp),
+            dp=connect(f"rank{rank}", replica, plan.dp, "dp_sync"),
+        )
+        undo.pop_all()
     return replica, links

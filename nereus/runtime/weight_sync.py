@@ -83,5 +83,6 @@ def connect_weight_sync(
         torch_device=context.torch_device,
         abort=context.abort,
     )
+    communicator.count_into(context.spending, "weight_sync")
     copies = sync_copies(order.source.spec, training, generation)
     return WeightSync(copies, devices, context.device, dtype=order.dtype), communicator

@@ -32,7 +32,7 @@ class Draft:
     after_commit: bool = False
 
     def final(self, resource_edges: Sequence[str] = (), lost: Collection[int] = ()) -> Primitive:
-        """Return the primitive, which also waits for `resource_edges`; of old units nothing is left on `lost` devices."""
+        """Return the primitive, which also waits for `resource_edges`; nothing is left on `lost` devices."""
         devices = {device for unit in self.frees for device in unit.devices}.difference(lost)
         devices.update(device for unit in (*self.reads, *self.makes) for device in unit.devices)
         return Primitive(

@@ -138,8 +138,11 @@ class _NurseryProcess:
             return False
         request = json.loads(packet)
         connection = socket.socket(fileno=descriptors[0])
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # to a worker it is a notice
         pid = os.fork()
-        if pid == 0:
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        else:
             self._control.close()
             for handle in self._children:
                 os.close(handle)

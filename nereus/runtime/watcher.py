@@ -35,6 +35,7 @@ class WorkerHandle:
         gone: set after the process was reaped.
         lost: why no more commands are taken, or None.
         is_counted: the loss was taken note of by who restarts.
+        is_noticed: it was told that its device will go.
     """
 
     device: int
@@ -48,6 +49,7 @@ class WorkerHandle:
     gone: threading.Event = field(default_factory=threading.Event)
     lost: WorkerLost | None = None
     is_counted: bool = False
+    is_noticed: bool = False
     last_beat_s: float = field(default_factory=time.monotonic)
     end_of_file: bool = False
     kill_reason: str | None = None
@@ -187,6 +189,8 @@ class Watcher:
             worker.last_beat_s = time.monotonic()
             if kind == "beat":
                 (worker.rss_bytes,) = rest
+            elif kind == "notice":
+                worker.is_noticed = True
             elif kind == "ready":
                 (worker.pid,) = rest
                 worker.ready.set_result(None)

@@ -2,7 +2,7 @@
 
 The main thread runs commands; a few threads run commands beside them, which wait for storage and use no communicator;
 one reads the driver's messages (commands, abort, clear, exit; an end of file means that the driver is gone: the process
-ends at once); one sends a beat every `heartbeat_s`, even during a long command.
+ends at once); one sends a beat every `heartbeat_s`, even during a long command; one passes SIGTERM on as a notice.
 """
 
 import contextlib
@@ -189,7 +189,12 @@ class _Worker:
     def run(self) -> None:
         """Make the service, then run commands until told to exit."""
         beside = [self._run_beside] * _BESIDE_THREADS
-        for target in (self._receive, self._beat, *beside):  # before the cap: their stacks don't count
+        for target in (
+            self._receive,
+            self._beat,
+            self._pass_on_notices,
+            *beside,
+        ):  # before the cap: their stacks don't count
             threading.Thread(target=target, daemon=True).start()
         try:
             service = self._service = self._service_class(self._make_context())
@@ -277,6 +282,13 @@ class _Worker:
         self._commands.put(None)
         if not self._finished.wait(_EXIT_GRACE_S):
             os._exit(0)
+
+    def _pass_on_notices(self) -> None:
+        """Tell the driver of each SIGTERM, which says that the device will go. Born with SIGTERM blocked, all other threads go on."""
+        with contextlib.suppress(OSError):  # the driver is gone; the thread that receives ends this process
+            while True:
+                signal.sigwait({signal.SIGTERM})
+                self._stream.send(("notice",))
 
     def _beat(self) -> None:
         """Tell the driver that this process runs; end with the nursery, should the socket outlive the driver."""

@@ -381,6 +381,45 @@ def test_a_failed_start_leaves_the_engine_as_it_was(group_engine: LocalEngine, m
     assert set(group_engine.pids()) == {0, 1, 2}
 
 
+def test_sigterm_is_a_notice_and_the_work_goes_on(group_engine: LocalEngine, at_once: list[float]) -> None:
+    before, nap = group_engine.pids(), group_engine.submit(1, "nap", seconds=0.5)
+    assert group_engine.notices() == frozenset()
+    for _ in range(2):
+        os.kill(before[1], signal.SIGTERM)
+    assert wait_for(lambda: group_engine.notices() == {1})
+    nap.result(timeout=10)
+    assert_recovered(group_engine, 2)
+    assert group_engine.pids() == before
+    group_engine.clear_notices()
+    assert group_engine.notices() == frozenset()
+    os.kill(before[1], signal.SIGTERM)
+    assert wait_for(lambda: group_engine.notices() == {1})
+    break_it(group_engine, (1, signal.SIGKILL))
+    assert group_engine.recover() == (1,) and group_engine.notices() == frozenset()  # of the process that is gone
+    os.kill(group_engine.pids()[0], signal.SIGTERM)
+    assert wait_for(lambda: group_engine.notices() == {0})
+    group_engine.release([0])
+    assert group_engine.notices() == frozenset() and set(group_engine.pids()) == {1}
+
+
+def test_a_worker_takes_a_notice_from_its_birth_on(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = engine._fork
+
+    def fork_and_notify(devices: Sequence[int]) -> Any:
+        workers = fork(devices)
+        for worker in workers:
+            assert wait_for(lambda: worker.pid != 0)  # noqa: B023
+            os.kill(worker.pid, signal.SIGTERM)
+        return workers
+
+    monkeypatch.setattr(engine, "_fork", fork_and_notify)
+    engine.start([2])
+    try:
+        assert wait_for(lambda: engine.notices() == {2})
+    finally:
+        engine.release([2])
+
+
 class PaperEngine(Engine):
     """An engine without processes: each device's command ends with a prepared error after some seconds."""
 

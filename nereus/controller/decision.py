@@ -127,7 +127,10 @@ class StepOutcome:
         seconds: of the step, also of one that was broken off.
         completed: false when devices were lost or memory ran out: the step is to be done again.
         response_tokens, response_tokens_p95: what the rollouts came to; None when the step broke off before.
+        response_tokens_longest: of the longest response, where that is known.
         stages_s: measured seconds by task, keyed such as "actor.training/inference".
+        classes_s: of them, by task, the seconds of operation classes that were measured by themselves: from one plan
+            alone, seconds of whole tasks don't tell the classes apart.
         equal_work_s: by device the seconds of work that was equal on all of them; one mapping a kind of work.
         peak_bytes: measured peak by device.
         out_of_memory: devices on which an allocation failed.
@@ -138,8 +141,10 @@ class StepOutcome:
     completed: bool = True
     response_tokens: float | None = None
     response_tokens_p95: float | None = None
+    response_tokens_longest: float | None = None
     share_at_cap: float = 0.0
     stages_s: Mapping[str, float] = field(default_factory=dict)
+    classes_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     equal_work_s: Sequence[Mapping[int, float]] = ()
     peak_bytes: Mapping[int, float] = field(default_factory=dict)
     out_of_memory: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,6 +64,18 @@ class Operations:
     def total_s(self, efficiencies: Efficiencies, slowdown: Array | float = 1.0) -> Array:
         """Return the seconds of all classes and the host."""
         return np.asarray(sum(self.seconds(efficiencies, slowdown).values()))
+
+    def only(self, names: Collection[str]) -> Operations:
+        """Return the operations of some classes, without what the host adds."""
+        return Operations(
+            {name: array for name, array in self.count.items() if name in names},
+            {name: array for name, array in self.work_s.items() if name in names},
+        )
+
+    def without(self, names: Collection[str]) -> Operations:
+        """Return the operations of all other classes, and what the host adds."""
+        rest = self.only([name for name in CLASSES if name not in names])
+        return Operations(rest.count, rest.work_s, self.host)
 
     def pick(self, index: int) -> Operations:
         """Return the operations of one option, as scalars."""

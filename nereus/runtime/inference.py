@@ -24,6 +24,10 @@ class InferenceWork:
     samples: tuple[Sample, ...]
     micro_batches: tuple[tuple[int, ...], ...]
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples)
+
     def in_order(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return per-sample results in the order of `samples`, given them in micro-batch order."""
         results: list[np.ndarray] = [np.empty(0)] * len(self.samples)

@@ -1,4 +1,4 @@
-"""One line of metrics.jsonl, from the rollouts and the training statistics of a step."""
+"""What is measured of a step: its line of metrics.jsonl, and what the controller learns from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nereus.controller.decision import StepOutcome
 from nereus.plan import Plan
 from nereus.ppo.metrics import (
     compute_explained_variance,
@@ -16,6 +17,7 @@ from nereus.ppo.metrics import (
     digest_sample_ids,
     masked_max_gap,
 )
+from nereus.runtime.command_times import StepTimes
 from nereus.runtime.rollouts import Rollouts
 from nereus.runtime.timing import StepClock
 from nereus.runtime.training import TrainingStats
@@ -58,6 +60,59 @@ def collect_metrics(
         "rollouts_digest": digest_rollouts(rollouts.sample_ids, [r.tokens for r in rollouts.responses]),
         "seconds": clock.seconds(STAGE_SECONDS),
     }
+
+
+def measure_step(
+    *,
+    step: int,
+    seconds: float,
+    times: StepTimes,
+    rollouts: Rollouts,
+    plan: Plan,
+    max_response_tokens: int,
+    peaks: Mapping[int, int],
+) -> StepOutcome:
+    """Return what a step under a plan says about the model of costs.
+
+    A pipeline's messages aren't told apart: what a rank waits for them is mostly for work of the stage before.
+    """
+    lengths = rollouts.response_lengths
+    responses = compute_response_metrics(lengths, max_response_tokens)
+    return StepOutcome(
+        step=step,
+        seconds=seconds,
+        response_tokens=responses["response_tokens_mean"],
+        response_tokens_p95=responses["response_tokens_p95"],
+        response_tokens_longest=max(lengths),
+        share_at_cap=responses["share_at_cap"],
+        stages_s=times.tasks_s(),
+        classes_s={
+            task: {name: spent for name, spent in classes.items() if name != "p2p"}
+            for task, classes in times.classes_s().items()
+        },
+        equal_work_s=_equal_work(times, plan),
+        peak_bytes=dict(peaks),
+    )
+
+
+# Of fewer replicas none can be called slower than the others.
+_LEAST_REPLICAS = 3
+
+
+def _equal_work(times: StepTimes, plan: Plan) -> list[dict[int, float]]:
+    """Return what a token has taken on the devices with the same rank in all replicas of a model-stage, by task.
+
+    Waits for peers don't count. In generation no work is equal: it depends on the lengths that are drawn.
+    """
+    result = []
+    for task in times.tasks():
+        spent, tokens = times.of_task(task), times.tokens_of(task)
+        name = task.split("/")[0]
+        if name not in plan or plan[name].dp < _LEAST_REPLICAS or not tokens:
+            continue
+        for devices in zip(*plan[name].replicas, strict=True):
+            result.append({device: spent[device].own_s / tokens[device] for device in devices if tokens[device]})
+    return result
 
 
 def _training_metrics(actor: Sequence[TrainingStats], critic: Sequence[TrainingStats]) -> dict[str, Any]:

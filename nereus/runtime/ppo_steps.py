@@ -7,6 +7,7 @@ generate -> score | infer_reference | infer_logprobs | infer_values -> estimate_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ class PpoSteps:
     def _run(
         self, label: str, method: str, kwargs: Mapping[int, Mapping[str, Any]], step: int | None
     ) -> dict[int, Any]:
-        return run_command(self._engine, method, kwargs, label=label, step=step)
+        note = None if step is None else partial(self._clock.times.note, label, method)
+        return run_command(self._engine, method, kwargs, label=label, step=step, on_times=note)
 
     def _before_update(self, model_stage: str) -> None:
         """Called right before the first update of a step changes the tensors of a model-stage."""
@@ -160,6 +162,7 @@ class PpoSteps:
     def _infer(self, name: str, method: str, samples: list[Sample], step: int, **extra: Any) -> list[np.ndarray]:
         plan = self.plan[name]
         work, shares = share_inference(plan, samples)
+        self._clock.times.note_tokens(f"{name}/inference", to_devices(plan, [part.num_tokens for part in work]))
         kwargs = {d: {"model_stage": name, "work": w, **extra} for d, w in to_devices(plan, work).items()}
         return merge_inference(plan, shares, self._run(name, method, kwargs, step))
 
@@ -198,6 +201,7 @@ class PpoSteps:
         ]
         rate = LearningRate(peak_lr, ppo.lr_schedule, ppo.lr_warmup_updates, ppo.lr_decay_updates)
         work = share_training(plan, self.rollouts, columns, minibatches)
+        self._clock.times.note_tokens(f"{name}/training", to_devices(plan, [part.num_tokens for part in work]))
         kwargs = {d: {"model_stage": name, "work": w, "learning_rate": rate} for d, w in to_devices(plan, work).items()}
         self._before_update(name)
         with self._clock.span("training"):

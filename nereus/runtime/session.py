@@ -13,12 +13,13 @@ from typing import Any, Self
 import torch
 
 from nereus.config import RunConfig
+from nereus.controller.decision import StepOutcome
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
 from nereus.runtime.elastic_steps import ElasticSteps
 from nereus.runtime.engine import Engine
 from nereus.runtime.local import LocalEngine
-from nereus.runtime.measure import collect_metrics
+from nereus.runtime.measure import collect_metrics, measure_step
 from nereus.runtime.opening import OpenRun, open_run
 from nereus.runtime.timing import StepClock
 from nereus.tracking import Trackers, open_trackers
@@ -38,6 +39,7 @@ class Session(ElasticSteps):
         super().__init__(run, engine or make_engine(run.job.config), owns_engine=engine is None)
         self.run_id = run.run_id
         self.run_dir = run.run_dir.url
+        self.outcome: StepOutcome | None = None  # what was measured of the last step
         self._trackers: Trackers | None = None
         self._close_lock = threading.Lock()
 
@@ -139,6 +141,15 @@ class Session(ElasticSteps):
         self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more
         if self._trackers is not None:
             self._trackers.log(step, metrics)
+        self.outcome = measure_step(
+            step=step,
+            seconds=metrics["seconds"]["total"],
+            times=self._clock.times,
+            rollouts=self.rollouts,
+            plan=self.plan,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            peaks=peaks,
+        )
         self._rollouts, self.next_step = None, step + 1
         self._clock = StepClock()  # what happens between two steps is the next one's time
         return metrics

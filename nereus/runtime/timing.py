@@ -8,15 +8,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nereus.runtime.command_times import StepTimes
+
 # What interrupts a step now and then: only the pauses themselves count.
 _PAUSES = ("staging",)
 
 
 class StepClock:
-    """Spans of one step; parts of one stage may overlap and come from several threads."""
+    """Spans of one step; parts of one stage may overlap and come from several threads.
+
+    `times` has what the step's commands took inside the workers.
+    """
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
+        self.times = StepTimes()
         self._spans: dict[str, list[tuple[float, float]]] = {}
         self._lock = threading.Lock()
 

@@ -49,6 +49,12 @@ class TrainingWork:
     minibatches: tuple[Minibatch, ...]
     recompute: bool
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all updates together."""
+        lengths = [len(sample.tokens) for sample in self.samples]
+        return sum(lengths[i] for update in self.minibatches for batch in update.micro_batches for i in batch)
+
 
 @dataclass
 class TrainingStats:

@@ -9,10 +9,10 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long check fix bench serve deploy smollm2 slow sweep chaos showcase
+.PHONY: help setup demo test long check fix bench serve deploy smollm2 slow sweep chaos coordination showcase
 
 help:  ## list the entry points
-	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-12s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.stamp  ## make the environment in .venv
 
@@ -54,6 +54,9 @@ sweep: setup  ## layout invariance over 200 mixed plans (long)
 
 chaos: setup  ## runs that are killed at 60 moments, on disk and S3, against undisturbed ones (half an hour)
 	NEREUS_CHAOS=60 $(BIN)/python -m pytest -m long -rs tests/chaos
+
+coordination: setup  ## 300 transitions of each kind on nearly full devices, with real workers (10 minutes)
+	NEREUS_TRIALS=300 $(BIN)/python -m pytest -rP tests/runtime/test_coordination.py
 
 showcase: setup  ## every shipped scenario under every policy; renews the tables of nereus/simulator/README.md (8 minutes)
 	$(BIN)/python -m nereus.simulator.showcase

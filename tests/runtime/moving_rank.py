@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from nereus.model.spec import tensors
+from nereus.layout import Layout
+from nereus.model.spec import ModelSpec, tensors
 from nereus.plan import stage_of
 from nereus.runtime.rank import Rank
 from nereus.runtime.transition_orders import UnitKey
@@ -77,14 +79,24 @@ class MovingRank(Rank):
 
 def slices(held: HeldTensors) -> list[TensorSlice]:
     """Return all that a rank holds, by names in staged state."""
-    found = wanted_slices(held.spec, held.layout, held.rank)
+    found = _wanted(held.spec, held.layout, held.rank)
     return [part for part in found if part.name.removesuffix(base_name(part.name)) in held.tensors]
+
+
+@lru_cache(maxsize=1024)
+def _wanted(spec: ModelSpec, layout: Layout, rank: int) -> tuple[TensorSlice, ...]:
+    return tuple(wanted_slices(spec, layout, rank))
 
 
 def true_values(held: HeldTensors, part: TensorSlice) -> Tensor:
     """Return whole numbers below 251, exact in any dtype, that differ by tensor and place."""
+    return _true_values(held.spec, part)
+
+
+@lru_cache(maxsize=1 << 16)
+def _true_values(spec: ModelSpec, part: TensorSlice) -> Tensor:
     name = base_name(part.name)
-    shape = tensors(held.spec)[name].shape
+    shape = tensors(spec)[name].shape
     whole = torch.arange(math.prod(shape)).view(shape)[replace(part, name=name).within(_whole(name, shape))]
     return (7 * whole + sum(part.name.encode())) % 251
 

@@ -22,11 +22,11 @@ TRIALS = 300
 
 
 @functools.cache
-def trial(kind: str, seed: int) -> tuple[TransitionGraph, TransitionMemory]:
+def trial(kind: str, seed: int, most_devices: int = 8) -> tuple[TransitionGraph, TransitionMemory]:
     """Return a transition that asks memory of devices which have next to none to spare."""
     rng = random.Random(f"{kind}/{seed}")
     while True:
-        num_devices = rng.randint(2, 8)
+        num_devices = rng.randint(2, most_devices)
         current, target = (random_plan(rng, num_devices, KINDS[kind]) for _ in range(2))
         room = LEAST_ROOM + rng.choice([0, 2_000, 20_000])
         memory = memory_for(current, target, room)

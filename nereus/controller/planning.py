@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nereus.cluster import Cluster
 from nereus.controller.decision import Boundary, Candidate
 from nereus.cost.efficiency import Efficiencies
-from nereus.cost.step import JobSpec
+from nereus.cost.load import StepLoad
+from nereus.cost.memory import estimate_memory
+from nereus.cost.operations import Operations
+from nereus.cost.step import JobSpec, step_operations
 from nereus.plan import Plan
 from nereus.planner import Setting, best_plans, best_with, refit_plan
 from nereus.planner.fit import Fitter
@@ -72,3 +75,26 @@ class CostPlanning:
     def _setting(self, boundary: Boundary, efficiencies: Efficiencies) -> Setting:
         job = replace(self._job, load=boundary.load)
         return Setting.of(job, boundary.cluster, efficiencies, boundary.memory_tokens, boundary.memory_factor)
+
+
+@dataclass
+class CostPredictor:
+    """What the cost model says of a step that has been measured.
+
+    Attributes:
+        accelerator: whether devices have memory of their own.
+        prompt_margin_tokens: by how much the longest prompt is longer than the mean one.
+    """
+
+    job: JobSpec
+    accelerator: bool = True
+    prompt_margin_tokens: float = 0.0
+
+    def operations(self, plan: Plan, load: StepLoad, cluster: Cluster) -> dict[str, Operations]:
+        return step_operations(plan, replace(self.job, load=load), cluster)
+
+    def peaks(self, plan: Plan, load: StepLoad) -> dict[int, int]:
+        longest = load.longest_tokens + self.prompt_margin_tokens
+        workload = load.memory_workload(longest, accelerator=self.accelerator)
+        peaks = estimate_memory(plan, self.job.specs, workload, self.job.precision)
+        return {device: peak.total for device, peak in peaks.items()}

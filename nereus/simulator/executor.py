@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nereus.cluster import Cluster, NodeKind
+from nereus.controller.adaptation import Surroundings
 from nereus.controller.decision import Decision, StepOutcome
-from nereus.controller.loop import Surroundings
 from nereus.cost.memory import estimate_memory
 from nereus.cost.step import step_operations
 from nereus.plan import Plan

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from nereus.cluster import Cluster
+from nereus.controller.adaptation import Adaptation
 from nereus.controller.controller import Controller, Settings
 from nereus.controller.decision import Boundary, NoPlanError
 from nereus.controller.loop import ControlLoop
 from nereus.controller.monitor import Thresholds
-from nereus.controller.planning import CostPlanning
+from nereus.controller.planning import CostPlanning, CostPredictor
 from nereus.cost.calibration import Calibration
-from nereus.cost.load import StepLoad
-from nereus.cost.memory import estimate_memory
-from nereus.cost.operations import Operations
-from nereus.cost.step import JobSpec, step_operations
 from nereus.plan import Plan
 from nereus.simulator.executor import SimulatedExecutor
 from nereus.simulator.oracle import BEST_PLANS
 from nereus.simulator.result import PolicyRun
 from nereus.simulator.world import World, first_devices
-
-
-@dataclass
-class CostPredictor:
-    """What the cost model says of a step that has been measured; the controller's nominal view of the cluster."""
-
-    job: JobSpec
-
-    def operations(self, plan: Plan, load: StepLoad, cluster: Cluster) -> dict[str, Operations]:
-        return step_operations(plan, replace(self.job, load=load), cluster)
-
-    def peaks(self, plan: Plan, load: StepLoad) -> dict[int, int]:
-        peaks = estimate_memory(plan, self.job.specs, load.memory_workload(), self.job.precision)
-        return {device: peak.total for device, peak in peaks.items()}
 
 
 def settings_of(world: World, policy: str) -> Settings:
@@ -63,20 +43,19 @@ def run_static(world: World, plan: Plan) -> PolicyRun:
 
 def _run(world: World, policy: str, controller: Controller, calibration: Calibration) -> PolicyRun:
     executor = SimulatedExecutor(world)
-    loop = ControlLoop(
+    adaptation = Adaptation(
         controller,
         calibration,
-        executor,
         CostPredictor(world.job(0)),
         world.load(0),
         world.scenario.workload.max_response_tokens,
     )
-    ended_by = loop.run(world.scenario.steps)
+    ended_by = ControlLoop(adaptation, executor).run(world.scenario.steps)
     return PolicyRun(
         policy,
         tuple(executor.spent),
         tuple(decision.to_record() for decision in controller.decisions),
-        tuple(loop.warnings),
+        tuple(adaptation.warnings),
         ended_by,
     )
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from nereus.catalog import cluster_preset
+from nereus.controller.adaptation import Adaptation, Surroundings
 from nereus.controller.controller import Settings
 from nereus.controller.decision import Boundary, StepOutcome
-from nereus.controller.loop import ControlLoop, Surroundings
+from nereus.controller.loop import ControlLoop
 from nereus.cost.calibration import Calibration
 from nereus.cost.load import StepLoad
 from nereus.layout import Layout
@@ -52,13 +53,13 @@ class Fake:
         return {0: 100, 1: 100}
 
 
-def run(*outcomes: StepOutcome, cap_tokens: int | None = None) -> tuple[ControlLoop, list[Boundary]]:
+def run(*outcomes: StepOutcome, cap_tokens: int | None = None) -> tuple[Adaptation, list[Boundary]]:
     fake = Fake(list(outcomes))
     load = StepLoad(8, 1, 10, 100, 120)
-    loop = ControlLoop(fake, Doubtful(), fake, fake, load, cap_tokens)  # type: ignore[arg-type]
+    adaptation = Adaptation(fake, Doubtful(), fake, load, cap_tokens)  # type: ignore[arg-type]
     num_steps = sum(outcome.completed for outcome in outcomes)
-    assert loop.run(num_steps) is None
-    return loop, fake.boundaries
+    assert ControlLoop(adaptation, fake).run(num_steps) is None  # type: ignore[arg-type]
+    return adaptation, fake.boundaries
 
 
 def outcome(step: int, p95: float, **more: Any) -> StepOutcome:

@@ -1,0 +1,168 @@
+"""What one job's control remembers: it looks at a boundary, decides, and learns from the step that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from nereus.cluster import Cluster
+from nereus.controller.controller import Controller
+from nereus.controller.decision import Boundary, Decision, StepOutcome
+from nereus.controller.monitor import Signals, describe_cap
+from nereus.cost.calibration import Calibration
+from nereus.cost.load import StepLoad
+from nereus.cost.operations import Operations
+from nereus.plan import Plan
+
+# A threshold is crossed by what is known within it: so many standard deviations hold 95% of all errors.
+SURE_DEVIATIONS = 2
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What there is at a boundary: the live devices, and those of the plan whose memory is gone."""
+
+    cluster: Cluster
+    lost: frozenset[int] = frozenset()
+
+
+class Predictor(Protocol):
+    """What learning needs of the cost model: what was predicted of what has been measured."""
+
+    def operations(self, plan: Plan, load: StepLoad, cluster: Cluster) -> dict[str, Operations]:
+        """Return the operations of a step by task."""
+        ...
+
+    def peaks(self, plan: Plan, load: StepLoad) -> dict[int, int]:
+        """Return the predicted peak of each device in bytes, uncorrected."""
+        ...
+
+
+@dataclass
+class Adaptation:
+    """One job under control, between its steps.
+
+    Attributes:
+        load: the load of the next step as far as is known: that of the last one.
+        cap_tokens: the length cap, for the warning about responses that sit at it.
+        prompt_margin_tokens: by how much the longest prompt is longer than the mean one of `load`.
+        warnings: (step, text) of what no plan can mend.
+    """
+
+    controller: Controller
+    calibration: Calibration
+    predictor: Predictor
+    load: StepLoad
+    cap_tokens: int | None = None
+    prompt_margin_tokens: float = 0.0
+    warnings: list[tuple[int, str]] = field(default_factory=list)
+    _free_bytes: float | None = None
+    _previous_longest: float | None = None
+    _cluster: Cluster | None = None
+
+    def decide(self, step: int, around: Surroundings) -> Decision | None:
+        """Decide at the boundary before a step what it runs on; see `Controller.decide`.
+
+        Raises:
+            NoPlanError: nothing that the policy may choose runs on the devices there are.
+        """
+        return self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
+
+    def boundary(self, step: int, around: Surroundings) -> Boundary:
+        """Return a boundary as the controller sees it."""
+        self._cluster = around.cluster
+        known = self._previous_longest is not None
+        efficiencies, doubt = self.calibration.efficiencies(), self.calibration.uncertainty()
+        most = self.controller.settings.thresholds.efficiency
+        signals = Signals(
+            response_tokens=self.load.response_tokens if known else None,
+            free_memory_bytes=self._free_bytes,
+            efficiency=efficiencies.efficiency,
+            unsure=frozenset(name for name, deviation in doubt.items() if SURE_DEVIATIONS * deviation > most),
+            device_factor=efficiencies.device_factor,
+        )
+        return Boundary(
+            step, around.cluster, self.load, self._memory_tokens(), signals, around.lost,
+            memory_factor=self.calibration.memory.factor(),
+        )  # fmt: skip
+
+    def _memory_tokens(self) -> float:
+        """Return the length to predict memory for: the longest of the last step, and what it grew by once more."""
+        last = self.load.longest_tokens
+        expected = last + max(0.0, last - (self._previous_longest or last))
+        if self.cap_tokens is not None:
+            expected = min(expected, max(last, self.cap_tokens))
+        return expected + self.prompt_margin_tokens
+
+    def learn(self, outcome: StepOutcome) -> None:
+        """Take in what a step came to; one that was broken off says what its memory was, and little else."""
+        assert self._cluster is not None
+        plan, load = self.controller.plan, self._load_of(outcome)
+        if outcome.completed:
+            self.controller.note_step(outcome.step, outcome.seconds)
+            self._previous_longest, self.load = self.load.longest_tokens, load
+            self._warn_of_cap(outcome)
+        for equal in outcome.equal_work_s:
+            self.calibration.devices.observe(equal)
+        if outcome.stages_s:
+            for key, operations in self.predictor.operations(plan, load, self._cluster).items():
+                name = key.split("/")[0]
+                devices = plan[name].devices if name in plan else ()
+                seconds, classes_s = outcome.stages_s.get(key, 0.0), outcome.classes_s.get(key, {})
+                for one, spent in classes_s.items():
+                    self.calibration.observe(outcome.step, operations.only([one]), spent, devices)
+                rest_s = seconds - sum(classes_s.values())
+                self.calibration.observe(outcome.step, operations.without(classes_s), rest_s, devices)
+        self._learn_memory(outcome, plan, load)
+
+    def _load_of(self, outcome: StepOutcome) -> StepLoad:
+        """Return the load that a step had; of one that was broken off early, what it was expected to have."""
+        if outcome.response_tokens is None or outcome.response_tokens_p95 is None:
+            return self.load
+        return replace(
+            self.load,
+            response_tokens=outcome.response_tokens,
+            response_tokens_p95=max(outcome.response_tokens, outcome.response_tokens_p95),
+            response_tokens_longest=outcome.response_tokens_longest,
+        )
+
+    def _warn_of_cap(self, outcome: StepOutcome) -> None:
+        warning = describe_cap(outcome.share_at_cap, self.cap_tokens) if self.cap_tokens else None
+        if warning is not None:
+            self.warnings.append((outcome.step, warning))
+
+    def _learn_memory(self, outcome: StepOutcome, plan: Plan, load: StepLoad) -> None:
+        if not outcome.peak_bytes:
+            return
+        assert self._cluster is not None
+        predicted = self.predictor.peaks(plan, load)
+        # All devices say nearly the same; the fullest one is what matters, one measurement a step.
+        fullest = max(outcome.peak_bytes, key=lambda device: outcome.peak_bytes[device])
+        if fullest in predicted:
+            self.calibration.memory.observe(predicted[fullest], outcome.peak_bytes[fullest])
+        capacities = self._cluster.capacities
+        free = [capacities[d] - peak for d, peak in outcome.peak_bytes.items() if d in capacities]
+        self._free_bytes = float(min(free, default=0.0))
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what staged state keeps of it."""
+        return {
+            "controller": self.controller.to_record(),
+            "calibration": self.calibration.to_record(),
+            "response_tokens": self.load.response_tokens,
+            "response_tokens_p95": self.load.response_tokens_p95,
+            "response_tokens_longest": self.load.response_tokens_longest,
+            "previous_longest": self._previous_longest,
+            "free_bytes": self._free_bytes,
+        }
+
+    def go_on_from(self, record: Mapping[str, Any]) -> None:
+        """Remember the lengths and the free memory that a record keeps; the rest is made from it by its own classes."""
+        self.load = replace(
+            self.load,
+            response_tokens=record["response_tokens"],
+            response_tokens_p95=record["response_tokens_p95"],
+            response_tokens_longest=record["response_tokens_longest"],
+        )
+        self._previous_longest, self._free_bytes = record["previous_longest"], record["free_bytes"]

@@ -120,14 +120,20 @@ class Communicator:
         store = distributed.PrefixStore(f"{name}/{epoch}", client)
         on_shared_memory = torch_device.type == "cpu" and same_host and shared_memory_is_ordered()
         group: _Group
-        if on_shared_memory:
-            group = _SharedGroup(store, rank, size, watch)
-        else:
-            _meet_in_store(store, rank, size, {}, watch)  # their constructors block without a look at the abort flag
-            if torch_device.type == "cuda":
-                group = NcclGroup(store, rank, size, torch_device, watch)
+        try:
+            if on_shared_memory:
+                group = _SharedGroup(store, rank, size, watch)
             else:
-                group = GlooGroup(store, rank, size, watch)
+                _meet_in_store(
+                    store, rank, size, {}, watch
+                )  # their constructors block without a look at the abort flag
+                if torch_device.type == "cuda":
+                    group = NcclGroup(store, rank, size, torch_device, watch)
+                else:
+                    group = GlooGroup(store, rank, size, watch)
+        except BaseException:
+            watch.close()
+            raise
         return cls(rank, size, group, watch)
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> None:
@@ -298,14 +304,17 @@ class _SharedGroup(SharedCollectives):
     def __init__(self, store: distributed.Store, rank: int, size: int, watch: PeerWatch) -> None:
         letters_bytes = mailbox_bytes(size)
         own = SharedSegment.create(size, letters_bytes) if rank == 0 else None
-        card = {"pid": os.getpid(), "descriptor": own.descriptor if own else None}
-        cards = _meet_in_store(store, rank, size, card, watch)
-        pids = [int(member["pid"]) for member in cards]
-        watch.add_peers({peer: pid for peer, pid in enumerate(pids) if peer != rank})
-        segment = own or SharedSegment.open(pids[0], int(cards[0]["descriptor"]), size, letters_bytes)
-        super().__init__(segment, rank, size, watch)
-        self.barrier()  # all have attached
-        segment.close_descriptor()
+        try:
+            card = {"pid": os.getpid(), "descriptor": own.descriptor if own else None}
+            cards = _meet_in_store(store, rank, size, card, watch)
+            pids = [int(member["pid"]) for member in cards]
+            watch.add_peers({peer: pid for peer, pid in enumerate(pids) if peer != rank})
+            segment = own or SharedSegment.open(pids[0], int(cards[0]["descriptor"]), size, letters_bytes)
+            super().__init__(segment, rank, size, watch)
+            self.barrier()  # all have attached
+        finally:  # also where a peer never came: the memory would stay with the descriptor
+            if own is not None:
+                own.close_descriptor()
         self._mailbox = Mailbox(segment, rank, size, pids, watch)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Callable[[], None]:

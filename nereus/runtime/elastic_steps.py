@@ -6,6 +6,7 @@ transition_due -> begin_transition: workers, speeds, graph -> run: move | undo |
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -73,16 +74,18 @@ class ElasticSteps(StagedSteps):
 
     def begin_transition(self, step: int) -> Transition:
         """Start the workers of new devices and return the transition to the plan that is due."""
-        target = self._due()
+        target, began_s = self._due(), time.perf_counter()
         self._attempts.setdefault(target, []).append(step)
         with self._clock.span("transition"):
             try:
-                self._transition = self._plan_move(step, target)
+                graph, committed = self._plan_move(step, target)
+                self._transition = self._move(step, graph, committed, began_s)
             except (InfeasibleTransition, CommandError) as error:  # told and undone as any other failure
-                self._transition = self._move(step, TransitionGraph(self.plan, target, ()), None, error)
+                self._transition = self._move(step, TransitionGraph(self.plan, target, ()), None, began_s, error)
         return self._transition
 
-    def _plan_move(self, step: int, target: Plan) -> Transition:
+    def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
+        self._check_alive(step)
         transport = self.config.transport
         staged_set, committed = self._staged_set(step, may_be_pending=transport == "staged")
         started = [device for device in target.devices if device not in self._engine.pids()]
@@ -97,13 +100,22 @@ class ElasticSteps(StagedSteps):
             staged_set=staged_set,
             speeds=self._speeds,
         )
-        return self._move(step, graph, committed)
+        return graph, committed
+
+    def _check_alive(self, step: int) -> None:
+        """Raise CommandError where a worker of the plan in force has died: one in its place would hold nothing."""
+        dead = sorted(set(self.plan.devices) - set(self._engine.pids()))
+        if dead:
+            text = f"device {dead[0]} was lost before the transition of step {step}"
+            self._engine.mark_broken(text)
+            raise CommandError(text, device=dead[0], label="transition", step=step)
 
     def _move(
         self,
         step: int,
         graph: TransitionGraph,
         committed: tuple[str, Manifest] | None,
+        began_s: float,
         failure: Exception | None = None,
     ) -> Transition:
         assert self._staging is not None
@@ -117,6 +129,7 @@ class ElasticSteps(StagedSteps):
             speeds=self._speeds,
             write_record=self._journal_transition,
             failure=failure,
+            began_s=began_s,
         )
 
     def _journal_transition(self, body: dict[str, Any]) -> None:
@@ -141,12 +154,11 @@ class ElasticSteps(StagedSteps):
             with self._clock.span("transition"), ThreadPoolExecutor(_THREADS, "nereus-transition") as pool:
                 try:
                     line = transition.run(submit or on_threads(pool, lambda p: transition.run_primitive(p.id)))
+                    if line["outcome"] == "committed":
+                        self._adopt(transition.graph.target)
                 except GoBack as failure:
                     self._go_back(failure.plan)
                     line = transition.line_after(failure)
-                else:
-                    if line["outcome"] == "committed":
-                        self._adopt(transition.graph.target)
                 self._leave_unused()
                 transition.discard_sets()
         finally:
@@ -155,11 +167,18 @@ class ElasticSteps(StagedSteps):
         return line
 
     def _adopt(self, plan: Plan) -> None:
-        """Go on, on the new plan."""
+        """Go on, on the new plan.
+
+        Raises:
+            GoBack: a worker was lost meanwhile.
+        """
         assert self._staging is not None
         self.plan, self._wanted = plan, self._due()
         self._staging.wait()
-        self._staging.adopt(self._hold_shards(), self._spare_bytes(plan))
+        try:
+            self._staging.adopt(self._hold_shards(), self._spare_bytes(plan))
+        except CommandError as error:
+            raise GoBack(plan, f"after the commit of the new plan: {error}") from error
 
     def _leave_unused(self) -> None:
         """End the workers of devices that the plan in force doesn't use, unless they are others'."""
@@ -197,7 +216,8 @@ class ElasticSteps(StagedSteps):
         if line["outcome"] == "committed":
             logger.info("step %d: the plan has changed in %.2f s.", line["step"], line["seconds"])
         else:
-            logger.warning("step %d: the change of the plan failed (%s).", line["step"], line["outcome"])
+            how, why = line["outcome"], line.get("reason", "no reason is known")
+            logger.warning("step %d: the change of the plan failed (%s): %s.", line["step"], how, why)
 
     # The way back
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from nereus.emu import Emu, emus_of
 from nereus.plan import Plan
-from nereus.runtime.engine import CommandError, Engine, run_command
+from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.job import Job
 from nereus.runtime.model_stages import build_order, next_epoch
 from nereus.runtime.rank_state import Counters
@@ -86,16 +86,18 @@ class Transition:
         write_record: Callable[[dict[str, Any]], None],
         failure: Exception | None = None,
         began_s: float | None = None,
+        reconnect: bool = False,
     ) -> None:
         """Describe the attempt; nothing happens before `run`.
 
         Args:
-            graph: from the plan in force.
+            graph: from the plan in force. Where devices are lost there is no way back.
             sets: what is staged, or on its way, or can be.
             speeds: for predictions; None: there are none.
             write_record: appends the transition's record to the run's journal.
             failure: what has failed already before anything could move.
             began_s: `time.perf_counter()` when the attempt began, with the start of new workers; None: now.
+            reconnect: whether units that stay need new links as well: a command that used the old ones was broken off.
         """
         self.graph, self.boundary = graph, boundary
         self.predicted_s = {} if speeds is None else durations(graph, memory, speeds)
@@ -106,8 +108,10 @@ class Transition:
         self._progress = Progress()
         for primitive in graph.primitives:
             self._progress.started[primitive.id] = threading.Event()
-        self._devices = tuple(sorted({*graph.current.devices, *graph.target.devices}))
-        self._changed = [name for name in graph.target if _units(graph.target, name) != _units(graph.current, name)]
+        self._devices = tuple(sorted({*graph.current.devices}.difference(graph.lost) | {*graph.target.devices}))
+        self._changed = [
+            name for name in graph.target if reconnect or _units(graph.target, name) != _units(graph.current, name)
+        ]
         self._sums: dict[str, dict[str, int]] = {}
         self._began_s = time.perf_counter() if began_s is None else began_s
         self._is_begun = False  # workers may know of this attempt
@@ -195,7 +199,8 @@ class Transition:
 
     def _sum_up(self, plan: Plan) -> dict[str, dict[str, int]]:
         """Return the logical checksums of what changes, by model-stage and tensor."""
-        units = [unit for unit in emus_of(plan) if unit.model_stage in self._changed]
+        lost = self.graph.lost if plan is self.graph.current else frozenset()
+        units = [u for u in emus_of(plan) if u.model_stage in self._changed and lost.isdisjoint(u.devices)]
         kwargs = {}
         for device in sorted({device for unit in units for device in unit.devices}):
             kwargs[device] = {"keys": [UnitKey.of(unit) for unit in units if device in unit.devices]}
@@ -230,11 +235,13 @@ class Transition:
     def _undo(self, error: Exception, submit: Submit) -> dict[str, Any]:
         """Lead every model-stage back to the old plan."""
         reason, old = _reason(error), self.graph.current
+        if self.graph.lost:
+            raise GoBack(self.graph.target, reason) from error
         try:
             lost = self._engine.recover(step=self.boundary.step) if self._engine.broken is not None else ()
-            if lost:
-                devices = ", ".join(map(str, lost))
-                raise GoBack(old, f"{reason}; what device {devices} held is gone")
+            gone = sorted(set(lost) & set(old.devices))
+            if gone:
+                raise GoBack(old, f"{reason}; what device {', '.join(map(str, gone))} held is gone")
             if self._is_begun:
                 self._undo_moves(submit)
         except (FencedOff, GoBack):

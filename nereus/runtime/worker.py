@@ -188,13 +188,8 @@ class _Worker:
 
     def run(self) -> None:
         """Make the service, then run commands until told to exit."""
-        beside = [self._run_beside] * _BESIDE_THREADS
-        for target in (
-            self._receive,
-            self._beat,
-            self._pass_on_notices,
-            *beside,
-        ):  # before the cap: their stacks don't count
+        others = (self._receive, self._beat, self._pass_on_notices, *[self._run_beside] * _BESIDE_THREADS)
+        for target in others:  # before the cap: their stacks don't count
             threading.Thread(target=target, daemon=True).start()
         try:
             service = self._service = self._service_class(self._make_context())
@@ -284,7 +279,7 @@ class _Worker:
             os._exit(0)
 
     def _pass_on_notices(self) -> None:
-        """Tell the driver of each SIGTERM, which says that the device will go. Born with SIGTERM blocked, all other threads go on."""
+        """Tell the driver of each SIGTERM: the device will go. All other threads, born with it blocked, go on."""
         with contextlib.suppress(OSError):  # the driver is gone; the thread that receives ends this process
             while True:
                 signal.sigwait({signal.SIGTERM})

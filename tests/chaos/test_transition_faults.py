@@ -1,0 +1,129 @@
+"""A worker that is struck in the midst of a transition: the job goes on, and comes to what the undisturbed one does.
+
+A handful of points for every test run; `NEREUS_CHAOS=60` takes all kinds of points that its scenarios come to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.points import PointDoom
+from tests.chaos.scenarios import SCENARIOS
+from tests.chaos.struck import Struck, StruckRuns, assert_same, run_undisturbed
+
+NUM_KILLS = int(os.environ.get("NEREUS_CHAOS", "0"))
+# So often each kind of point is met in the long form.
+MEETINGS = 2
+# What a commit does beside the transition: when it comes to its points isn't settled.
+BESIDE = "write_shard"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StruckRuns]:
+    runs = StruckRuns(tmp_path_factory.mktemp("points") / "dooms")
+    with runs.engine:
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def base(runs: StruckRuns, tmp_path_factory: pytest.TempPathFactory) -> Struck:
+    """What nobody disturbs."""
+    return run_undisturbed(runs, tmp_path_factory.mktemp("base") / "run")
+
+
+def kill(point: str, device: int, *then: PointDoom) -> PointDoom:
+    return PointDoom(point, device, "kill", then)
+
+
+def fail(point: str, device: int, *then: PointDoom) -> PointDoom:
+    return PointDoom(point, device, "raise", then)
+
+
+# Where, who, and what the record says: back from a commit on the old plan or the new one, or back on the old plan.
+HANDFUL = [
+    ("grow", kill("start>begins#1", 1), "rolled_back, committed"),
+    ("split", kill("begin_transition>connected#3", 1), "recovered, committed"),
+    ("in place", kill("run reshard in place>chunk freed#2", 0), "recovered, committed"),
+    ("from a commit", kill("run restore>fed#1", 2), "rolled_back, committed"),
+    ("own set", kill("stage>finished#1", 1), "recovered, committed"),
+    ("merge", kill("commit_transition>formed#1", 0), "recovered"),
+    ("move", kill("hold_shards>begins#1", 2), "recovered"),
+    ("move", fail("run move>moved#3", 2, kill("undo destroy>begins#1", 2)), "recovered, committed"),
+]
+
+
+@pytest.mark.skipif(NUM_KILLS > 0, reason="the long form covers it")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "doom", "outcomes"), HANDFUL, ids=[f"{name}: {doom}" for name, doom, _ in HANDFUL])
+def test_a_worker_that_is_struck_leaves_no_trace(
+    name: str, doom: PointDoom, outcomes: str, runs: StruckRuns, base: Struck, tmp_path: Path
+):
+    run = runs.run(tmp_path / "run", SCENARIOS[name], doom)
+    assert run.is_met and run.outcomes == outcomes
+    assert all(line["reason"] for line in run.lines if line["outcome"] != "committed")
+    assert_same(run, base)
+
+
+# The long form
+
+
+@pytest.mark.long
+@pytest.mark.skipif(NUM_KILLS == 0, reason="long; NEREUS_CHAOS=60 runs it")
+@pytest.mark.timeout(3600)
+def test_kills_at_all_kinds_of_points(
+    runs: StruckRuns, base: Struck, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+):
+    """Each scenario is run once to see which points its workers come to."""
+    logging.disable(logging.WARNING)
+    found: dict[str, list[tuple[str, PointDoom]]] = defaultdict(list)
+    for name, scenario in SCENARIOS.items():
+        run = runs.run(tmp_path / "record" / name, scenario, None)
+        assert_same(run, base)
+        for device, points in run.points.items():
+            for point in points:
+                found[point.partition("#")[0]].append((name, kill(point, device)))
+    table: Counter[tuple[str, str, str]] = Counter()
+    for number, (name, doom) in enumerate(choose(found, random.Random(seed))):
+        try:
+            run = runs.run(tmp_path / f"run-{number}", SCENARIOS[name], doom)
+            assert_same(run, base)
+            assert run.is_met or doom.point.startswith(BESIDE), f"nobody came to {doom}"
+            outcome = f"same result ({run.outcomes})" if run.is_met else "not met"
+        except Exception as error:  # all that may go wrong belongs into the table
+            outcome = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        table[doom.point.partition("#")[0], name, outcome] += 1
+        with capsys.disabled():
+            print(f"{number}: {name}: {doom}: {outcome}", flush=True)
+    logging.disable(logging.NOTSET)
+    with capsys.disabled():
+        print_table(table)
+    assert sum(count for (*_, outcome), count in table.items() if outcome.startswith("same")) >= 40
+    assert not [outcome for *_, outcome in table if not outcome.startswith(("same", "not met"))]
+
+
+def choose(found: dict[str, list[tuple[str, PointDoom]]], rng: random.Random) -> list[tuple[str, PointDoom]]:
+    """Return for each kind of point some to strike at: in different scenarios where there are, early and late."""
+    chosen = []
+    for label in sorted(found):
+        names = list(dict.fromkeys(name for name, _ in found[label]))
+        for name in rng.sample(names, min(MEETINGS, len(names))):
+            chosen.append(rng.choice([pair for pair in found[label] if pair[0] == name]))
+    return chosen
+
+
+def print_table(kills: Counter[tuple[str, str, str]]) -> None:
+    table = Table(title=f"{sum(kills.values())} kills in transitions", title_justify="left")
+    for column in ("point", "scenario", "outcome"):
+        table.add_column(column)
+    for (point, name, outcome), _ in sorted(kills.items()):
+        table.add_row(point, name, outcome)
+    Console(width=150).print(table)

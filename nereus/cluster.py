@@ -21,6 +21,10 @@ class Link:
         return num_messages * self.latency_s + num_bytes / self.bandwidth_bytes_s
 
 
+# FLOP/s of one current server core, until a start-up probe has measured the one at hand.
+LOCAL_CORE_FLOPS = {"float32": 113e9, "bfloat16": 500e9, "float64": 56e9}
+
+
 @dataclass(frozen=True)
 class NodeKind:
     """One kind of machine, with nominal numbers; what is really reached is learned as an efficiency elsewhere.
@@ -127,12 +131,11 @@ def local_cluster(
 
 def _local_kind(num_devices: int, memory_bytes: int, threads_per_device: int) -> NodeKind:
     """Return a CPU machine with the rates of one current server core; a start-up probe may replace them."""
-    core_flops = {"float32": 113e9, "bfloat16": 500e9, "float64": 56e9}
     return NodeKind(
         name="local",
         devices=num_devices,
         memory_bytes=memory_bytes,
-        peak_flops={dtype: flops * threads_per_device for dtype, flops in core_flops.items()},
+        peak_flops={dtype: flops * threads_per_device for dtype, flops in LOCAL_CORE_FLOPS.items()},
         memory_bandwidth_bytes_s=40e9 / num_devices,
         intra_node=Link(bandwidth_bytes_s=4.8e9, latency_s=2e-4),
         inter_node=Link(bandwidth_bytes_s=1.25e9, latency_s=5e-4),

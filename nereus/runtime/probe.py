@@ -1,4 +1,4 @@
-"""A short look, on running workers, at how fast this machine moves the bytes of a transition."""
+"""A short look, on running workers, at how fast this machine computes, and moves the bytes of a transition."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from nereus.cluster import Link
+import torch
+
+from nereus.cluster import LOCAL_CORE_FLOPS, Link, NodeKind
 from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.model_stages import next_epoch
+from nereus.runtime.probe_compute import ComputeOrder, ComputeSpeeds
 from nereus.runtime.probe_work import ProbeOrder, ProbeResult
 from nereus.transition.assign import one_node
 from nereus.transition.speeds import Speeds
@@ -52,6 +55,47 @@ def measure_speeds(
     results = list(run_command(engine, "probe", kwargs, label="probe", step=None).values())
     passed_s = time.perf_counter() - begun
     return combine(results, command_s=max(0.0, passed_s - max(result.seconds for result in results)))
+
+
+def measure_machine(
+    engine: Engine,
+    devices: Sequence[int],
+    speeds: Speeds,
+    *,
+    device_type: str,
+    precision: str,
+    memory_bytes: int,
+) -> NodeKind:
+    """Return this host as a kind of node, with what its devices reach while all of them work; in some 100 ms.
+
+    Args:
+        engine: with running workers whose service has the command `probe_compute`.
+        devices: that are measured: as many as work together, since they share memory and perhaps cores.
+        speeds: of the same devices, as `measure_speeds` has found them; links and storage are theirs.
+        device_type: of the workers, "cpu" or "cuda".
+        precision: of the run; of other precisions the rates are guessed from its own.
+        memory_bytes: of each device.
+
+    Raises:
+        CommandError: a worker was lost or failed.
+    """
+    assert device_type in ("cpu", "cuda"), device_type
+    ranks = tuple(sorted(devices))
+    order = ComputeOrder(ranks, next_epoch(), getattr(torch, precision))
+    kwargs = {device: {"order": order} for device in ranks}
+    results: list[ComputeSpeeds] = list(run_command(engine, "probe_compute", kwargs, label="probe", step=None).values())
+    faster = min(result.flops for result in results) / LOCAL_CORE_FLOPS[precision]
+    return NodeKind(
+        name="this host",
+        devices=len(ranks),
+        memory_bytes=memory_bytes,
+        peak_flops={dtype: flops * faster for dtype, flops in LOCAL_CORE_FLOPS.items()},
+        memory_bandwidth_bytes_s=min(result.read_bytes_s for result in results),
+        intra_node=speeds.near,
+        inter_node=speeds.far,
+        storage=speeds.write,
+        accelerator=device_type == "cuda",
+    )
 
 
 def combine(results: Sequence[ProbeResult], *, command_s: float) -> Speeds:

@@ -17,6 +17,7 @@ from nereus.ppo.learning_rate import LearningRate
 from nereus.runtime.generation import Request, Response, Sampling, generate
 from nereus.runtime.inference import InferenceWork, infer_logprobs, infer_scores, infer_values
 from nereus.runtime.links import connect_links
+from nereus.runtime.probe_compute import ComputeOrder, ComputeSpeeds, probe_compute
 from nereus.runtime.probe_work import ProbeOrder, ProbeResult, probe
 from nereus.runtime.rank_state import Counters, Restored, ShardWorks
 from nereus.runtime.rank_transition import RankTransition, SyncLink
@@ -147,6 +148,10 @@ class Rank:
     def probe(self, order: ProbeOrder) -> ProbeResult:
         """Measure how fast this device moves bytes."""
         return probe(order, self.context)
+
+    def probe_compute(self, order: ComputeOrder) -> ComputeSpeeds:
+        """Measure how fast this device computes."""
+        return probe_compute(order, self.context)
 
     # Staged state
 

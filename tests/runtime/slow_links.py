@@ -1,4 +1,4 @@
-"""A worker whose messages take long to leave."""
+"""Workers whose messages take long to leave, or one of which computes slowly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from nereus.runtime.communicator import Communicator, Pending
+from nereus.runtime.probe_compute import ComputeOrder, ComputeSpeeds
 from nereus.runtime.probe_work import ProbeOrder, ProbeResult
 from nereus.runtime.rank import Rank
 
@@ -26,3 +27,11 @@ class SlowLinks(Rank):
 
         with patch.object(Communicator, "send", slow):
             return super().probe(order)
+
+
+class SlowCompute(Rank):
+    """The real worker, but for what the one of device 1 says of itself."""
+
+    def probe_compute(self, order: ComputeOrder) -> ComputeSpeeds:
+        speeds = super().probe_compute(order)
+        return ComputeSpeeds(1e7, 1e6) if self.context.device == 1 else speeds

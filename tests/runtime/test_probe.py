@@ -12,7 +12,7 @@ import torch
 
 from nereus.cluster import Link
 from nereus.runtime.local import LocalEngine
-from nereus.runtime.probe import measure_speeds
+from nereus.runtime.probe import measure_machine, measure_speeds
 from nereus.runtime.probe_storage import probe_storage
 from nereus.transition.speeds import Speeds
 from storage.shard_record import ShardRecord
@@ -47,6 +47,27 @@ def test_speeds_of_two_workers_and_of_one(tmp_path: Path) -> None:
     assert_usable(one)
     assert one.near.bandwidth_bytes_s == one.copy_bytes_s
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
+def test_the_machine_at_hand_as_a_kind_of_node(tmp_path: Path, precision: str) -> None:
+    with LocalEngine("nereus.runtime.rank:Rank") as engine:
+        engine.start([0, 1])
+        speeds = measure_speeds(engine, [0, 1], os.fspath(tmp_path), device_type="cpu")
+        more = {"device_type": "cpu", "precision": precision, "memory_bytes": 2**30}
+        kind = measure_machine(engine, [1, 0], speeds, **more)  # type: ignore[arg-type]
+    assert (kind.devices, kind.memory_bytes, kind.accelerator) == (2, 2**30, False)
+    assert (kind.intra_node, kind.storage) == (speeds.near, speeds.write)
+    assert 1e8 < kind.peak_flops[precision] < 1e14 and 1e8 < kind.memory_bandwidth_bytes_s < 1e13
+    assert kind.peak_flops["bfloat16"] > kind.peak_flops["float32"] > kind.peak_flops["float64"]
+
+
+def test_the_slowest_device_counts(tmp_path: Path) -> None:
+    with LocalEngine("tests.runtime.slow_links:SlowCompute") as engine:
+        engine.start([0, 1])
+        speeds = measure_speeds(engine, [0, 1], os.fspath(tmp_path), device_type="cpu")
+        kind = measure_machine(engine, [0, 1], speeds, device_type="cpu", precision="float32", memory_bytes=1)
+    assert kind.peak_flops["float32"] == pytest.approx(1e7) and kind.memory_bandwidth_bytes_s == pytest.approx(1e6)
 
 
 def test_slow_links_show(tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ class Controls:
     drains: Mapping[int, float | None] = field(default_factory=dict)
 
 
+def describe_deadline(deadline: float | None) -> str:
+    """Return when a device goes, to be put behind what is said of it; "" where that isn't known."""
+    return "" if deadline is None else f", which goes at {datetime.fromtimestamp(deadline, UTC):%H:%M:%S} UTC"
+
+
 @dataclass(frozen=True)
 class Supply:
     """The devices of a job from one boundary on.
@@ -89,7 +94,7 @@ class DeviceSupply:
         away |= dict.fromkeys(_known(noticed, self.total))
         away |= {device: controls.drains[device] for device in _known(controls.drains, self.total)}
         for device in _known(controls.drains, count):
-            reasons.append(f"device {device} is drained{_describe_deadline(controls.drains[device])}")
+            reasons.append(f"device {device} is drained{describe_deadline(controls.drains[device])}")
         for device in _known(set(noticed) - set(controls.drains), count):
             reasons.append(f"device {device} was given notice by SIGTERM")
         for device in _known(quarantined, count):
@@ -152,10 +157,6 @@ def _pass_end(trace: Sequence[tuple[int, int]], step: int, total: int) -> Sequen
 def _known(devices: Collection[int], count: int) -> list[int]:
     """Return those of some device ids that are below `count`, in order."""
     return sorted(device for device in devices if 0 <= device < count)
-
-
-def _describe_deadline(deadline: float | None) -> str:
-    return "" if deadline is None else f", it goes at {datetime.fromtimestamp(deadline, UTC):%H:%M:%S} UTC"
 
 
 def _describe(num_present: int, total: int, reasons: Sequence[str]) -> str:

@@ -40,8 +40,12 @@ def list_names(url: str | os.PathLike[str]) -> list[str]:
     return sorted({posixpath.basename(name) for name in inside if name != folder.rstrip("/")})
 
 
-def read_file(url: str | os.PathLike[str]) -> bytes:
+def read_file(url: str | os.PathLike[str], *, patient: bool = True) -> bytes:
     """Return a whole file.
+
+    Args:
+        url: the file.
+        patient: False makes one short attempt only, for what somebody waits for.
 
     Raises:
         FileNotFoundError: there is none.
@@ -51,7 +55,8 @@ def read_file(url: str | os.PathLike[str]) -> bytes:
     if path is not None:
         data = _read_local(path)
     else:
-        data = retried(lambda: _read_object(*open_filesystem(url)))
+        store = open_filesystem(url, patient=patient)
+        data = retried(lambda: _read_object(*store), attempts=4 if patient else 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
     return data

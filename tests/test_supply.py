@@ -43,7 +43,7 @@ def test_a_drained_device_is_away_whatever_the_trace_says():
     supply = DeviceSupply(3, TRACE)
     at = supply.at(3, drained)
     assert (at.present, at.leaving) == ((1,), {0: 36_930.0, 2: None})
-    assert at.reason == "1 of 3 devices: `nereus scale` said 2 at step 3; device 0 is drained, it goes at 10:15:30 UTC"
+    assert at.reason == "1 of 3 devices: `nereus scale` said 2 at step 3; device 0 is drained, which goes at 10:15:30 UTC"
     assert supply.at(12, drained).present == (1,)
     assert supply.at(13, Controls(number=3, scale=2, scale_number=3)).present == (0, 1)
 

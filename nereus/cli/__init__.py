@@ -4,8 +4,11 @@ import signal
 import sys
 
 # Each of these files adds its commands to the app; the order here is that of `nereus --help`.
-import nereus.cli.plan
 import nereus.cli.run
+
+# isort: split
+import nereus.cli.control
+import nereus.cli.plan
 import nereus.cli.simulate
 import nereus.cli.state  # noqa: F401
 from nereus.cli.root import app, stop

@@ -34,6 +34,12 @@ def run(*arguments: str):
             ["run", "tiny-cpu", "plan=[[0, auto], [2, {actor.training: {}}]]"],
             "nereus: plan from step 2 on leaves out `actor.generation`; name every model-stage of the run",
         ),
+        (
+            ["run", "tiny-cpu", "drift.devices=[[0, 2], [4, 3]]"],
+            "nereus: drift.devices has 3 devices at step 4, but cluster.devices is 2; lower it, or raise",
+        ),
+        (["run", "tiny-cpu", "drift.devices=no.csv"], "nereus: drift.devices is 'no.csv', which is not here "),
+        (["run", "tiny-cpu", "drift.devices=README.md"], "nereus: drift.devices: README.md has no column `seconds`"),
         (["report", "/nowhere"], "nereus: /nowhere holds no run"),
         (["export", "/nowhere", "out"], "nereus: /nowhere holds no finished run"),
     ],

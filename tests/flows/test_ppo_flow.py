@@ -96,6 +96,16 @@ def test_the_form_knows_schedules_and_their_transport():
             validate({"config": wrong}, schema, raise_on_error=True)
 
 
+def test_the_form_knows_drift_and_what_is_done_about_it():
+    schema = parameter_schema(flows.ppo.train_ppo).model_dump_for_openapi()
+    traces = ([[0, 2], [6, 1]], "trace.csv", {"file": "trace.csv", "scale": 2}, None)
+    for config in ({"drift": {"devices": trace}, "adapt": {"policy": "every_k", "every": 2}} for trace in traces):
+        validate({"config": config}, schema, raise_on_error=True)
+    for wrong in ({"drift": {"devices": [["now", 2]]}}, {"drift": {"devices": 3}}, {"adapt": {"policy": "best"}}):
+        with pytest.raises(ValidationError):
+            validate({"config": wrong}, schema, raise_on_error=True)
+
+
 def test_without_a_run_dir_the_run_has_the_id_of_the_flow_run():
     flows.ppo.train_ppo(load_config("tiny-cpu", ["steps=1"]))
     (run_id,) = FakeSession.opened

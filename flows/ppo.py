@@ -2,20 +2,24 @@
 
 generate -> score | reference | log-probs | values -> advantages -> train actor | critic -> sync -> metrics -> state
             ------------ at the same time ---------                  at the same time            written beside the next
-Between two steps the plan may change: `transition`.
+Before each step `decide` looks at devices, lengths, memory and speed; where another plan pays, or the one in force
+can't go on, `transition` leads to it. A step that loses a device, or runs out of memory, is done again: `make_ready`.
 """
 
-from typing import Any
+import uuid
+from typing import Any, NoReturn
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.flow_runs import suspend_flow_run
 from prefect.futures import PrefectFuture, as_completed
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import RunConfig, load_config
 from nereus.progress import Event, publish
-from nereus.runtime.session import Session
+from nereus.runtime.session import STEP_FAILURES, NoDevices, Session
+from tasks.adapt import decide, make_ready
 from tasks.artifacts import ProgressArtifact, StateArtifact, publish_plan, publish_plots
 from tasks.ppo import (
     estimate_advantages,
@@ -52,11 +56,19 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
         progress, staged = ProgressArtifact(session.steps), StateArtifact(session.run_dir)
         history = session.read_metrics()
         while (step := session.next_step) < config.steps:
-            if session.transition_due(step):
-                transition(session.run_id, step)  # one that failed may have set the run back to its last commit
-                publish_plan(session.plan.to_record())
+            try:
+                decide(session.run_id, step)
+                if session.transition_due(step):
+                    move = transition(session.run_id, step)
+                    publish_plan(session.plan.to_record())
+                    if move["outcome"] != "committed":  # the run may be back at its last commit
+                        continue
+                history[step:] = [run_step(session.run_id, step)]
+            except STEP_FAILURES as error:
+                make_ready(session.run_id, step, error)
                 continue
-            history[step:] = [run_step(session.run_id, step)]
+            except NoDevices as error:
+                end_early(session, error)
             progress.update(step, history[-1])
             staged.update(session.newest_state)
         summary = session.finish()
@@ -84,9 +96,24 @@ def run_step(run_id: str, step: int) -> dict[str, Any]:
 
 
 def gather(*futures: PrefectFuture[Any]) -> None:
-    """Wait until all have ended, or one has failed: that one raises at once."""
+    """Wait until all have ended; of failures the one raises that says which device it was."""
+    errors = []
     for future in as_completed(list(futures)):
-        future.result()
+        try:
+            future.result()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise next((error for error in errors if getattr(error, "device", None) is not None), errors[0])
+
+
+def end_early(session: Session, reason: NoDevices) -> NoReturn:
+    """Finish the pending commit and end the flow run: suspended where it has a deployment, to be resumed in the UI."""
+    session.settle()
+    if flow_run.deployment_id is not None:
+        # With a key of its own: a run that is resumed begins from the top, and would take its next end for this one.
+        suspend_flow_run(key=f"{session.run_id}-{session.next_step}-{uuid.uuid4().hex[:8]}")
+    raise reason
 
 
 def choose_run_id(config: RunConfig, resume_from: str | None = None) -> str:

@@ -15,11 +15,12 @@ class Event:
 
     `opened`: workers are up; data = {"run_dir", "steps", "first_step", "plan"}, `steps` being those still to do.
     `stage`: a stage of a step began; data = {"stage"}. `step`: a step ended; data = its line of metrics.jsonl.
+    `decision`: a plan was weighed before a step; data = its line of decisions.jsonl.
     `transition`: a change of the plan before a step ended; data = its line of transitions.jsonl.
     Example: Event("stage", "amber-fox", 3, {"stage": "generation"}).
     """
 
-    kind: Literal["opened", "stage", "step", "transition"]
+    kind: Literal["opened", "stage", "step", "decision", "transition"]
     run_id: str
     step: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)

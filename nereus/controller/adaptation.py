@@ -47,6 +47,7 @@ class Adaptation:
         load: the load of the next step as far as is known: that of the last one.
         cap_tokens: the length cap, for the warning about responses that sit at it.
         prompt_margin_tokens: by how much the longest prompt is longer than the mean one of `load`.
+        first_memory_factor: what predicted peaks are multiplied by before one was measured; None: as is prudent.
         warnings: (step, text) of what no plan can mend.
     """
 
@@ -56,6 +57,7 @@ class Adaptation:
     load: StepLoad
     cap_tokens: int | None = None
     prompt_margin_tokens: float = 0.0
+    first_memory_factor: float | None = None
     warnings: list[tuple[int, str]] = field(default_factory=list)
     _free_bytes: float | None = None
     _previous_longest: float | None = None
@@ -83,12 +85,20 @@ class Adaptation:
             device_factor=efficiencies.device_factor,
         )
         return Boundary(
-            step, around.cluster, self.load, self._memory_tokens(), signals, around.lost,
-            memory_factor=self.calibration.memory.factor(),
+            step, around.cluster, self.load, self.memory_tokens, signals, around.lost,
+            memory_factor=self.memory_factor,
         )  # fmt: skip
 
-    def _memory_tokens(self) -> float:
-        """Return the length to predict memory for: the longest of the last step, and what it grew by once more."""
+    @property
+    def memory_factor(self) -> float:
+        """What predicted peaks are multiplied by."""
+        if self._free_bytes is None and self.first_memory_factor is not None:
+            return self.first_memory_factor
+        return self.calibration.memory.factor()
+
+    @property
+    def memory_tokens(self) -> float:
+        """The response length to predict memory for: the longest of the last step, and what it grew by once more."""
         last = self.load.longest_tokens
         expected = last + max(0.0, last - (self._previous_longest or last))
         if self.cap_tokens is not None:

@@ -21,6 +21,7 @@ from nereus.runtime.transition import Boundary, GoBack, Submit, Transition
 from nereus.runtime.transition_sets import TransitionSets
 from nereus.transition.execute import on_threads
 from nereus.transition.graph import InfeasibleTransition, StagedSet, plan_transition
+from nereus.transition.memory import TransitionMemory
 from nereus.transition.primitives import TransitionGraph
 from nereus.transition.speeds import Speeds
 from storage.manifest import Manifest
@@ -45,6 +46,8 @@ class ElasticSteps(StagedSteps):
         self._followed = 0  # the schedule has been followed up to this step, wherever the run has gone back to
         self._attempts: dict[Plan, list[int]] = {}  # steps at which a move to a plan was tried
         self._speeds: Speeds | None = None
+        self._lost: frozenset[int] = frozenset()  # devices of the plan in force whose memory is gone
+        self._is_torn = False  # a command was broken off: communicators hold what nobody wants any more
         self._transition: Transition | None = None
 
     # What is due
@@ -81,7 +84,8 @@ class ElasticSteps(StagedSteps):
                 graph, committed = self._plan_move(step, target)
                 self._transition = self._move(step, graph, committed, began_s)
             except (InfeasibleTransition, CommandError) as error:  # told and undone as any other failure
-                self._transition = self._move(step, TransitionGraph(self.plan, target, ()), None, began_s, error)
+                nothing = TransitionGraph(self.plan, target, (), lost=self._lost)
+                self._transition = self._move(step, nothing, None, began_s, error)
         return self._transition
 
     def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
@@ -95,16 +99,21 @@ class ElasticSteps(StagedSteps):
         graph = plan_transition(
             self.plan,
             target,
-            self.job.transition_memory,
+            self._transition_memory(),
             transport=transport,
             staged_set=staged_set,
+            lost=self._lost,
             speeds=self._speeds,
         )
         return graph, committed
 
+    def _transition_memory(self) -> TransitionMemory:
+        """Return what a move may use now."""
+        return self.job.transition_memory
+
     def _check_alive(self, step: int) -> None:
         """Raise CommandError where a worker of the plan in force has died: one in its place would hold nothing."""
-        dead = sorted(set(self.plan.devices) - set(self._engine.pids()))
+        dead = sorted(set(self.plan.devices) - set(self._engine.pids()) - self._lost)
         if dead:
             text = f"device {dead[0]} was lost before the transition of step {step}"
             self._engine.mark_broken(text)
@@ -125,11 +134,12 @@ class ElasticSteps(StagedSteps):
             graph,
             Boundary(step, self.plan, dict(self.counters), self.policy_version),
             TransitionSets(self._engine, self._staging, graph, self.job.sources, step=step, committed=committed),
-            memory=self.job.transition_memory,
+            memory=self._transition_memory(),
             speeds=self._speeds,
             write_record=self._journal_transition,
             failure=failure,
             began_s=began_s,
+            reconnect=self._is_torn,
         )
 
     def _journal_transition(self, body: dict[str, Any]) -> None:
@@ -163,6 +173,8 @@ class ElasticSteps(StagedSteps):
                 transition.discard_sets()
         finally:
             self._transition = None
+        if line["outcome"] != "rolled_back":
+            self._lost, self._is_torn = frozenset(), False
         self._note(line)
         return line
 

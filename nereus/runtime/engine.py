@@ -92,6 +92,7 @@ class Engine(ABC):
         store_address: host and port of a TCPStore that lives in the driver as long as the engine.
         broken: why no further command is accepted, or None.
         generation: how often the engine has recovered; a command of an earlier one neither runs nor breaks anything.
+        quarantined: devices whose workers died too often; they get no other one.
     """
 
     store_address: tuple[str, int]
@@ -99,6 +100,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.broken: str | None = None
         self.generation = 0
+        self.quarantined: set[int] = set()
         self._recovered_from = ""  # why the generation before this one broke
         self._locks: dict[int, threading.Lock] = {}
         self._state_lock = threading.Lock()
@@ -137,7 +139,7 @@ class Engine(ABC):
         """Stop all workers and free everything; may be called twice."""
 
     @abstractmethod
-    def recover(self, timeout_s: float = 10.0, *, step: int | None = None) -> tuple[int, ...]:
+    def recover(self, timeout_s: float = 10.0, *, step: int | None = None, may_shrink: bool = False) -> tuple[int, ...]:
         """Make a broken engine take commands again, and return the devices whose workers were restarted.
 
         No command is in flight afterwards, no abort flag set, no device locked. Restarted workers have new, empty
@@ -146,6 +148,7 @@ class Engine(ABC):
         Args:
             timeout_s: a worker that doesn't end its command within this time is killed, and restarted.
             step: the PPO step in which the workers have died; three deaths of a device within ten steps are too many.
+            may_shrink: go on without the devices that are lost too often; they are in `quarantined` then.
 
         Raises:
             CommandError: a device is lost too often, or can't be restarted; the engine stays broken.

@@ -21,6 +21,7 @@ from nereus.model.spec import Head, ModelSpec
 from nereus.model.tokens import fetch_tokenizer, read_eos_ids
 from nereus.plan import Plan
 from nereus.rewards import load_reward_function
+from nereus.runtime.control import Frame
 from nereus.runtime.run_dir import RunDir
 from nereus.runtime.schedule import Schedule, plan_at, resolve_schedule
 from nereus.runtime.sources import ModelSource
@@ -55,6 +56,7 @@ class Job:
     workload: Workload
     capacities: Mapping[int, int]  # bytes of memory by device id
     device_trace: DeviceTrace  # empty: all devices are there, always
+    frame: Frame  # what its control is made of
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -123,7 +125,8 @@ def prepare_job(config: RunConfig, *, first_step: int = 0) -> Job:
     capacities = _capacities(config)
     specs = {name: source.spec for name, source in sources.items()}
     memory = TransitionMemory.of(specs, workload, config.precision, capacities)
-    schedule = resolve_schedule(config, memory, capacities, first_step=first_step)
+    frame = Frame.of(config, specs, prompts, capacities, stages_remotely=_stages_remotely(config))
+    schedule = resolve_schedule(config, memory, capacities, frame, first_step=first_step)
     return Job(
         config=config,
         sources=sources,
@@ -138,6 +141,7 @@ def prepare_job(config: RunConfig, *, first_step: int = 0) -> Job:
         workload=workload,
         capacities=capacities,
         device_trace=device_trace,
+        frame=frame,
     )
 
 

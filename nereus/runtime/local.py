@@ -158,7 +158,7 @@ class LocalEngine(Engine):
         for worker in self._live_workers():
             worker.stream.try_send(("abort",))
 
-    def recover(self, timeout_s: float = 10.0, *, step: int | None = None) -> tuple[int, ...]:
+    def recover(self, timeout_s: float = 10.0, *, step: int | None = None, may_shrink: bool = False) -> tuple[int, ...]:
         """Make a broken engine take commands again; see `Engine.recover`. One that isn't broken is left as it is."""
         with self._recovery_lock:
             if self.broken is None or self._watcher is None:
@@ -166,15 +166,15 @@ class LocalEngine(Engine):
             end_commands(self._watcher, timeout_s)
             try:
                 with self.devices_locked({*self._locks, *self._watcher.workers}, _LOCK_TIMEOUT_S):
-                    return self._restart_all(timeout_s, step)  # here all failed commands are through
+                    return self._restart_all(timeout_s, step, may_shrink)  # here all failed commands are through
             except TimeoutError as error:
                 raise CommandError(str(error), label="recovery", step=step) from error
 
-    def _restart_all(self, timeout_s: float, step: int | None) -> tuple[int, ...]:
+    def _restart_all(self, timeout_s: float, step: int | None, may_shrink: bool) -> tuple[int, ...]:
         """Restart what is lost until nothing is, and begin a new generation."""
         restarted: set[int] = set()
         for _ in range(_MOST_RECOVERY_ROUNDS):
-            restarted.update(self._restart_lost(step))
+            restarted.update(self._restart_lost(step, may_shrink))
             assert self._watcher is not None
             clear_aborts(self._watcher, self._numbers, timeout_s)  # finds those that were stopped meanwhile
             lost = self._watcher.lost()
@@ -189,7 +189,7 @@ class LocalEngine(Engine):
             self._recovered_from, self.broken = self.broken or "", None
             self.generation += 1
 
-    def _restart_lost(self, step: int | None) -> list[int]:
+    def _restart_lost(self, step: int | None, may_shrink: bool) -> list[int]:
         """Restart lost workers, each after its wait, and return their devices; those that can't start are lost again.
 
         Raises:
@@ -202,9 +202,14 @@ class LocalEngine(Engine):
                 self._deaths.note(worker.device, step)
                 worker.is_counted = True
         for worker in lost:
-            if self._deaths.is_quarantined(worker.device):
+            if not self._deaths.is_quarantined(worker.device):
+                continue
+            if not may_shrink:
                 text = f"{worker.lost}, for the third time within ten steps; it is not used any more"
                 raise CommandError(text, device=worker.device, label="recovery", step=step)
+            self.quarantined.add(worker.device)
+            self._watcher.remove(worker)
+        lost = self._watcher.lost()
         if not lost:
             return []
         devices = [worker.device for worker in lost]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -73,9 +73,18 @@ class RunDir:
         """Add the line of a transition to transitions.jsonl; `check` as in `append_metrics`."""
         append_record(self.path("transitions.jsonl"), transition, number=transition["step"], check=check)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl, in order."""
-        return read_records(self.path("metrics.jsonl"))
+    def replace_decisions(
+        self, step: int, decisions: Sequence[dict[str, Any]], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the lines of a step in decisions.jsonl as they are known now; `check` as in `append_metrics`."""
+        url = self.path("decisions.jsonl")
+        keep_records(url, lambda record: record["step"] != step, check=check)
+        for decision in decisions:
+            append_record(url, decision, check=check)
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl, decisions.jsonl or transitions.jsonl, in order."""
+        return read_records(self.path(name))
 
     def cut_back(self, first_step: int, check: Callable[[], None] = lambda: None) -> None:
         """Remove the records of `first_step` and later: these steps are done again; `check` as in `append_metrics`."""

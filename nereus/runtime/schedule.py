@@ -10,6 +10,7 @@ from nereus.config import RunConfig
 from nereus.cost.memory import check_memory
 from nereus.plan import Plan
 from nereus.planner import plan_auto, resolve_plan
+from nereus.runtime.control import Frame, first_plan
 from nereus.transition.graph import plan_transition
 from nereus.transition.memory import TransitionMemory
 
@@ -17,7 +18,12 @@ Schedule = tuple[tuple[int, Plan], ...]
 
 
 def resolve_schedule(
-    config: RunConfig, memory: TransitionMemory, capacities: Mapping[int, int], *, first_step: int = 0
+    config: RunConfig,
+    memory: TransitionMemory,
+    capacities: Mapping[int, int],
+    frame: Frame,
+    *,
+    first_step: int = 0,
 ) -> Schedule:
     """Return the run's plans with the step from which each holds; the first one holds from step 0.
 
@@ -26,6 +32,7 @@ def resolve_schedule(
     Args:
         memory: of the run's models on all its devices.
         capacities: bytes of memory by device id.
+        frame: what the planner knows, for entries that are `auto`.
         first_step: where the run begins or goes on. What held only before it is dropped where it fits no more.
 
     Raises:
@@ -37,7 +44,7 @@ def resolve_schedule(
     schedule: list[tuple[int, Plan]] = []
     for index, (step, entry) in enumerate(entries):
         try:
-            plan = _resolve(entry, config, memory, capacities)
+            plan = _resolve(entry, config, memory, capacities, frame)
             if schedule and index > begin:
                 plan = plan_transition(schedule[-1][1], plan, memory, transport=config.transport).target
             elif schedule:
@@ -63,11 +70,16 @@ def _as_it_was(current: Plan, plan: Plan, config: RunConfig, memory: TransitionM
         return plan
 
 
-def _resolve(entry: Any, config: RunConfig, memory: TransitionMemory, capacities: Mapping[int, int]) -> Plan:
+def _resolve(
+    entry: Any, config: RunConfig, memory: TransitionMemory, capacities: Mapping[int, int], frame: Frame
+) -> Plan:
     specs, workload, precision = memory.specs, memory.workload, memory.precision
     micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
     if entry == "auto":
-        return plan_auto(specs, capacities, workload, precision, micro_batch=micro_batch)
+        may_grow = config.adapt.enabled and not isinstance(config.plan, tuple)
+        found = first_plan(frame, may_grow=may_grow)
+        # Where the planner finds none, this one says what lacks.
+        return found or plan_auto(specs, capacities, workload, precision, micro_batch=micro_batch)
     entries: dict[str, dict[str, Any]] = {str(name): part.model_dump() for name, part in entry.items()}
     plan = resolve_plan(entries, specs, capacities, workload, precision, micro_batch=micro_batch)
     check_memory(plan, specs, workload, precision, capacities)

@@ -16,13 +16,18 @@ from nereus.config import RunConfig
 from nereus.controller.decision import StepOutcome
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
-from nereus.runtime.elastic_steps import ElasticSteps
-from nereus.runtime.engine import Engine
+from nereus.runtime.adaptive_steps import AdaptiveSteps, MemoryShort, NoDevices
+from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.measure import collect_metrics, measure_step
 from nereus.runtime.opening import OpenRun, open_run
 from nereus.runtime.timing import StepClock
 from nereus.tracking import Trackers, open_trackers
+
+__all__ = ["STEP_FAILURES", "NoDevices", "Session", "find_session", "make_engine"]
+
+# What a step fails with that may be done again.
+STEP_FAILURES = (CommandError, MemoryShort)
 
 _open_sessions: dict[str, Session] = {}
 
@@ -32,7 +37,7 @@ def find_session(run_id: str) -> Session:
     return _open_sessions[run_id]
 
 
-class Session(ElasticSteps):
+class Session(AdaptiveSteps):
     """Everything that a running job holds; a context manager, so that every way out frees the workers."""
 
     def __init__(self, run: OpenRun, *, engine: Engine | None = None) -> None:
@@ -113,8 +118,7 @@ class Session(ElasticSteps):
             )
             self._reward_pool.__enter__()
         self._trackers = open_trackers(config.tracking, self.run_dir, config)
-        if self._owns_engine:
-            self._engine.start(self.plan.devices)
+        self._begin_control()
         self._build(commits or ())
         if not self._opened.is_new:
             self._records.cut_back(self.next_step, self._opened.owner.check)  # restoring may have taken long
@@ -138,9 +142,6 @@ class Session(ElasticSteps):
             clock=self._clock,
             peaks=peaks,
         )
-        self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more
-        if self._trackers is not None:
-            self._trackers.log(step, metrics)
         self.outcome = measure_step(
             step=step,
             seconds=metrics["seconds"]["total"],
@@ -150,6 +151,10 @@ class Session(ElasticSteps):
             max_response_tokens=self.config.rollout.max_response_tokens,
             peaks=peaks,
         )
+        self._learn(self.outcome, metrics)
+        self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more
+        if self._trackers is not None:
+            self._trackers.log(step, metrics)
         self._rollouts, self.next_step = None, step + 1
         self._clock = StepClock()  # what happens between two steps is the next one's time
         return metrics
@@ -183,7 +188,20 @@ class Session(ElasticSteps):
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics of all steps so far, of those before a resume too."""
-        return self._records.read_metrics()
+        return self._records.read("metrics.jsonl")
+
+    def read_decisions(self) -> list[dict[str, Any]]:
+        """Return the lines of decisions.jsonl of all steps so far."""
+        return self._records.read("decisions.jsonl")
+
+    def read_transitions(self) -> list[dict[str, Any]]:
+        """Return the lines of transitions.jsonl of all steps so far."""
+        return self._records.read("transitions.jsonl")
+
+    def settle(self) -> None:
+        """Let a pending commit end: the run ends here, to be resumed."""
+        assert self._staging is not None
+        self._staging.wait()
 
     def worker_pids(self) -> dict[int, int]:
         """Return the process of each device's worker."""

@@ -72,7 +72,7 @@ def test_records_are_cut_back_to_the_step_that_is_done_again(url: str) -> None:
         run_dir.append_metrics({"step": step})
     run_dir.cut_back(2)
     run_dir.append_metrics({"step": 2})
-    assert [record["step"] for record in run_dir.read_metrics()] == [0, 1, 2]
+    assert [record["step"] for record in run_dir.read("metrics.jsonl")] == [0, 1, 2]
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:

@@ -1,0 +1,350 @@
+"""The steps of PPO under control: each boundary looks at devices, lengths and memory, and decides what comes next.
+
+decide -> transition where state has to move -> the step -> learn
+                                                 | a device is lost, or memory runs out
+                              make_ready -> decide: the step again, from its start or from the last commit
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nereus.commits import read_commit
+from nereus.control import ControlReader
+from nereus.controller.adaptation import Adaptation, Surroundings
+from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutcome
+from nereus.cost.memory import Workload
+from nereus.emu import emus_of
+from nereus.plan import Plan, stage_of
+from nereus.ppo.kl import KlController
+from nereus.runtime.control import Frame, first_plan
+from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
+from nereus.runtime.engine import CommandError, Engine
+from nereus.runtime.opening import OpenRun
+from nereus.supply import DeviceSupply, Supply
+from nereus.transition.graph import InfeasibleTransition
+from nereus.transition.memory import TransitionMemory
+from nereus.transition.primitives import TransitionGraph
+from storage.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+# A step that is broken off is tried again, this often in all.
+MOST_TRIES = 4
+# A device of which less than this is left before its deadline is given up for what it holds.
+LEAST_NOTICE_S = 1.0
+
+
+class MemoryShort(RuntimeError):
+    """The responses of this step need more memory than the plan has, whatever its micro-batches."""
+
+
+class NoDevices(RuntimeError):
+    """The run can't go on with the devices there are; it ends, and can be resumed."""
+
+
+class AdaptiveSteps(ElasticSteps):
+    """PPO steps whose plan follows the devices, the lengths of the responses, memory and speed."""
+
+    def __init__(self, run: OpenRun, engine: Engine, *, owns_engine: bool) -> None:
+        super().__init__(run, engine, owns_engine=owns_engine)
+        self._adaptation: Adaptation | None = None
+        self._frame: Frame = self.job.frame
+        self._initial: Plan | None = None
+        self._supply: DeviceSupply | None = None
+        self._controls = ControlReader(run.run_dir.url)
+        self._present: tuple[int, ...] = ()
+        self._decided: list[Decision] = []  # at the step that is about to begin
+        self._is_updating = False  # the step in flight has begun to change what is trained
+        self._tries: dict[int, int] = {}
+        self._kl_before: KlController = self.kl
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the plan may change without a schedule that says so."""
+        return self.config.adapt.enabled and not isinstance(self.config.plan, tuple)
+
+    # The beginning
+
+    def _begin_control(self) -> None:
+        """Find out what there is, start its workers, and choose the plan to begin or to go on with."""
+        record, total, first = self._recorded_control(), self.config.cluster.devices, self._first_step()
+        if record is None:
+            self._supply = DeviceSupply(total, self.job.device_trace)
+        else:
+            self._supply = DeviceSupply.from_record(record["supply"], total, self.job.device_trace)
+        if not self._opened.is_new:
+            self._supply.begin_again(first, self._controls.read())
+        supply = self._look(first)
+        if self._owns_engine:
+            self._engine.start(supply.present if self.adapts else self.plan.devices)
+        if self.adapts:
+            self._begin_adapting(record, supply)
+            self._leave_unused()
+        else:
+            self._check_devices(supply)
+
+    def _begin_adapting(self, record: Mapping[str, Any] | None, supply: Supply) -> None:
+        if record is None or "controller" not in record:
+            plan = self._initial = self._plan_to_begin_with(supply)
+            self._adaptation = self._frame.begin(plan, self.config)
+        else:
+            self._adaptation = self._frame.go_on(record, self.config)
+            self._initial = Plan.from_record(record["initial"])
+            plan = self._adaptation.controller.plan
+            if not set(plan.devices) <= set(supply.present):
+                plan = self._adaptation.controller.plan = self._plan_to_begin_with(supply)
+        self.plan = self._wanted = plan
+
+    def _plan_to_begin_with(self, supply: Supply) -> Plan:
+        if self.config.plan != "auto" and set(self.plan.devices) <= set(supply.present):
+            return self.plan
+        plan = first_plan(self._frame, supply.present, may_grow=True)
+        if plan is None:
+            raise NoDevices(f"No plan fits the devices that are there ({supply.reason}).")
+        return plan
+
+    def _first_step(self) -> int:
+        commits = self._opened.commits
+        return commits[-1].step + 1 if commits else 0
+
+    def _recorded_control(self) -> dict[str, Any] | None:
+        """Return what the newest commit keeps of control; None for a new run, or where it can't be read."""
+        if not self._opened.commits:
+            return None
+        try:
+            manifest = read_commit(self._opened.staging_root, self._opened.commits[-1])
+        except (OSError, ValueError):
+            return None  # restoring falls back to the commit before, and says so
+        return manifest.run_state.get("control")
+
+    def _run_state(self, step: int) -> dict[str, Any]:
+        state = super()._run_state(step)
+        if self._supply is None:
+            return state
+        control: dict[str, Any] = {"supply": self._supply.to_record()}
+        if self._adaptation is not None:
+            assert self._initial is not None
+            control |= {**self._adaptation.to_record(), "initial": self._initial.to_record()}
+        return {**state, "control": control}
+
+    # At a boundary
+
+    def _look(self, step: int) -> Supply:
+        """Return the devices there are at a boundary."""
+        assert self._supply is not None
+        supply = self._supply.at(
+            step, self._controls.read(), noticed=self._engine.notices(), quarantined=self._engine.quarantined
+        )
+        if supply.present != self._present and self._present:
+            logger.info("step %d: devices %s (%s).", step, list(supply.present), supply.reason)
+        self._present = supply.present
+        if not supply.present:
+            raise NoDevices(f"There are no devices from step {step} on ({supply.reason}).")
+        return supply
+
+    def decide(self, step: int) -> dict[str, Any] | None:
+        """Look, and choose the plan for a step; return the record of the decision where there was one to take.
+
+        Raises:
+            NoDevices: the run can't go on with the devices there are.
+        """
+        if self._supply is None:
+            return None
+        supply = self._look(step)
+        if self._adaptation is None:
+            self._check_devices(supply)
+            return None
+        cluster = self._frame.cluster.only(supply.present)
+        gone = {d for d, deadline in supply.leaving.items() if deadline and deadline - time.time() < LEAST_NOTICE_S}
+        lost = (self._lost | gone) & set(self.plan.devices)
+        self._adaptation.controller.plan = self.plan
+        try:
+            decision = self._adaptation.decide(step, Surroundings(cluster, frozenset(lost)))
+        except NoPlanError as error:
+            raise NoDevices(f"{error} ({supply.reason})") from error
+        self._lost = frozenset(lost)
+        if decision is None:
+            return None
+        self._decided.append(decision)
+        self._write_decisions(step)
+        logger.info("step %d: %s", step, decision.reason)
+        return decision.to_record()
+
+    def _check_devices(self, supply: Supply) -> None:
+        missing = sorted(set(self.plan.devices) - set(supply.present))
+        if missing:
+            raise NoDevices(
+                f"Device {missing[0]} of the plan is gone ({supply.reason}), and the plan may not change "
+                "(adapt.enabled is false, or a schedule says what it is)."
+            )
+
+    def _write_decisions(self, step: int) -> None:
+        """Bring the step's lines of decisions.jsonl up to date."""
+        records = [decision.to_record() for decision in self._decided if decision.step == step]
+        self._records.replace_decisions(step, records, self._opened.owner.check)
+
+    def _due(self) -> Plan:
+        return super()._due() if self._adaptation is None else self._adaptation.controller.plan
+
+    def transition_due(self, step: int) -> bool:
+        """Return whether state has to move before a step, or communicators have to be made anew."""
+        if self._adaptation is None:
+            return super().transition_due(step)
+        due = self._due()
+        if not (self._is_torn or self._lost or emus_of(due) != emus_of(self.plan)):
+            self._take_settings(due)
+            return False
+        tries = self._attempts.get(due, []).count(step)
+        if tries >= MOST_ATTEMPTS:
+            raise CommandError(
+                f"the move to the plan for step {step} failed {tries} times", label="transition", step=step
+            )
+        return True
+
+    # The move
+
+    def _transition_memory(self) -> TransitionMemory:
+        """Return what a move may use, under the load and the correction of memory that are known now."""
+        if self._adaptation is None:
+            return super()._transition_memory()
+        capacities = {d: int(c / self._adaptation.memory_factor) for d, c in self.job.capacities.items()}
+        return TransitionMemory.of(self.job.specs, self._workload(), self.config.precision, capacities)
+
+    def _workload(self) -> Workload:
+        """Return the workload that memory is predicted for now."""
+        assert self._adaptation is not None
+        accelerator = self._frame.cluster.kind.accelerator
+        return self._adaptation.load.memory_workload(self._adaptation.memory_tokens, accelerator=accelerator)
+
+    def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
+        if set(self.plan.devices) <= self._lost:
+            raise InfeasibleTransition("what is trained is at no step's end on any device")
+        return super()._plan_move(step, target)
+
+    def run_transition(self, submit: Any = None) -> dict[str, Any]:
+        """Carry the begun transition out, or back; return its line of transitions.jsonl."""
+        line = super().run_transition(submit)
+        if self._adaptation is not None:
+            if self._decided and line["outcome"] == "committed":
+                self._adaptation.controller.note_transition(line["seconds"])
+                self._write_decisions(self._decided[-1].step)
+            self._adaptation.controller.plan = self.plan
+        return line
+
+    # The step
+
+    def generate(self, step: int) -> dict[str, Any]:
+        """Draw the step's rollouts; then the lengths are known, and with them the memory that the rest of it takes."""
+        self._is_updating, self._kl_before = False, self.kl
+        record = super().generate(step)
+        if self._adaptation is not None:
+            self._fit_to_lengths(step)
+        return record
+
+    def _fit_to_lengths(self, step: int) -> None:
+        """Choose micro-batches and recomputation for the lengths that were drawn.
+
+        Raises:
+            MemoryShort: none of them fits; the load is known now, so a plan that does can be found.
+        """
+        assert self._adaptation is not None
+        lengths = self.rollouts.response_lengths
+        load = replace(
+            self._adaptation.load,
+            response_tokens=sum(lengths) / len(lengths),
+            response_tokens_p95=float(max(lengths)),
+            response_tokens_longest=float(max(lengths)),
+        )
+        boundary = Boundary(
+            step,
+            self._frame.cluster,
+            load,
+            max(lengths) + self._frame.prompt_margin_tokens,
+            memory_factor=self._adaptation.memory_factor,
+        )
+        found = self._frame.planning().refit(boundary, self._adaptation.calibration.efficiencies(), self.plan)
+        if found is None:
+            self._adaptation.load = load
+            raise MemoryShort(
+                f"step {step}: responses of up to {max(lengths)} tokens don't fit the plan with any micro-batch"
+            )
+        for name, stage in found.plan.items():
+            if stage_of(name) != "generation":
+                self.plan = self.plan.with_stage(name, micro_batch=stage.micro_batch, recompute=stage.recompute)
+
+    def _before_update(self, model_stage: str) -> None:
+        self._is_updating = True
+        super()._before_update(model_stage)
+
+    def _learn(self, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
+        """Take in what a step came to, and add to its metrics what only control knows."""
+        self._is_updating = False
+        if self._supply is not None:
+            metrics["devices_present"] = list(self._present)
+        if self._adaptation is None:
+            return
+        self._adaptation.controller.plan = self.plan
+        self._adaptation.learn(outcome)
+        metrics["predicted_s"] = {
+            "current": self._predict(outcome.step, self.plan),
+            "initial": self._predict(outcome.step, self._initial),
+        }
+        if self._decided:
+            self._write_decisions(outcome.step)
+            self._decided.clear()
+
+    def _predict(self, step: int, plan: Plan | None) -> float | None:
+        """Return the seconds that the step just measured would take on a plan; None where the plan doesn't fit it."""
+        assert self._adaptation is not None and plan is not None
+        load = self._adaptation.load
+        length = load.longest_tokens + self._frame.prompt_margin_tokens
+        boundary = Boundary(step, self._frame.cluster, load, length, memory_factor=self._adaptation.memory_factor)
+        found = self._frame.planning().refit(boundary, self._adaptation.calibration.efficiencies(), plan)
+        return None if found is None else found.latency_s
+
+    # A step that was broken off
+
+    def make_ready(self, step: int, error: Exception) -> dict[str, Any]:
+        """Make ready to do a step again that was broken off; what was lost is known at its next `decide`.
+
+        Raises:
+            CommandError: as it was, where the step can't be done again: nothing may change, it failed again and again,
+                or it was no loss of a device or of memory.
+        """
+        if self._adaptation is None:
+            raise error
+        self._tries[step] = self._tries.get(step, 0) + 1
+        is_memory = isinstance(error, MemoryShort) or (isinstance(error, CommandError) and error.out_of_memory)
+        dead = set(self.plan.devices) - set(self._engine.pids())
+        if self._tries[step] >= MOST_TRIES or not (dead or is_memory):
+            raise error
+        if isinstance(error, CommandError) and error.out_of_memory and error.device is not None:
+            self._learn_of_memory(step, error.device)
+        if self._engine.broken is not None:
+            self._engine.recover(step=step, may_shrink=True)
+            self._is_torn = True
+        self._lost = frozenset(self.plan.devices if self._is_updating else dead)
+        self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
+        logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))
+        return {"step": step, "lost": sorted(dead), "reason": str(error)}
+
+    def _learn_of_memory(self, step: int, device: int) -> None:
+        """Take in that a device needed more than it has: whatever its peak would have been, it was above the cap."""
+        assert self._adaptation is not None
+        peak = {device: float(self.job.capacities[device])}
+        outcome = StepOutcome(step, 0.0, completed=False, peak_bytes=peak, out_of_memory=(device,))
+        if self._rollouts is not None:
+            lengths = self._rollouts.response_lengths
+            outcome = replace(
+                outcome,
+                response_tokens=sum(lengths) / len(lengths),
+                response_tokens_p95=float(max(lengths)),
+                response_tokens_longest=float(max(lengths)),
+            )
+        self._adaptation.controller.plan = self.plan
+        self._adaptation.learn(outcome)

@@ -1,0 +1,162 @@
+"""What a job's control is made of: its cluster, its load before the first step, and the planner's answers for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nereus.cluster import Cluster, NodeKind, local_cluster
+from nereus.config import RunConfig
+from nereus.controller.adaptation import Adaptation
+from nereus.controller.controller import Controller, Settings
+from nereus.controller.decision import Boundary, Candidate
+from nereus.controller.monitor import Thresholds
+from nereus.controller.planning import CostPlanning, CostPredictor
+from nereus.cost.calibration import Calibration
+from nereus.cost.efficiency import Efficiencies
+from nereus.cost.load import StepLoad
+from nereus.cost.step import JobSpec
+from nereus.data import PromptTokens
+from nereus.limits import REMOTE_STAGING_BUFFER_BYTES, STAGING_BUFFER_BYTES
+from nereus.model.spec import ModelSpec
+from nereus.plan import Plan
+
+# Before the first step nobody knows how long responses are: half the cap is as good a guess as any for times.
+FIRST_SHARE_OF_CAP = 0.5
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stays the same of a job while its plan changes.
+
+    Attributes:
+        spec: the job with the load before its first step.
+        cluster: all its devices, those that are away included.
+        cap_tokens: most tokens of a response.
+        prompt_margin_tokens: by how much the longest prompt is longer than the mean one.
+        micro_batch: the most that the user allows; None: as memory does.
+    """
+
+    spec: JobSpec
+    cluster: Cluster
+    cap_tokens: int
+    prompt_margin_tokens: float
+    micro_batch: int | None
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        specs: Mapping[str, ModelSpec],
+        prompts: Sequence[PromptTokens],
+        capacities: Mapping[int, int],
+        *,
+        stages_remotely: bool,
+    ) -> Frame:
+        """Return the frame of a checked config."""
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        mean, longest, cap = sum(lengths) / len(lengths), max(lengths), config.rollout.max_response_tokens
+        load = StepLoad(
+            samples=config.rollout.samples_per_step,
+            minibatches=config.ppo.minibatches,
+            prompt_tokens=mean,
+            response_tokens=FIRST_SHARE_OF_CAP * cap,
+            response_tokens_p95=float(cap),
+            epochs=config.ppo.epochs,
+            slot_tokens=longest + cap,
+            staging_buffer_bytes=REMOTE_STAGING_BUFFER_BYTES if stages_remotely else STAGING_BUFFER_BYTES,
+        )
+        threads = config.cluster.threads_per_device
+        cluster = local_cluster(len(capacities), min(capacities.values()), threads_per_device=threads)
+        cluster = replace(cluster, kind=replace(cluster.kind, accelerator=config.cluster.device == "cuda"))
+        micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
+        return cls(JobSpec(specs, load, config.precision), cluster, cap, longest - mean, micro_batch)
+
+    def with_kind(self, kind: NodeKind) -> Frame:
+        """Return the frame on machines as they were measured."""
+        return replace(self, cluster=replace(self.cluster, kind=kind))
+
+    def planning(self) -> CostPlanning:
+        return CappedPlanning(self.spec, self.cluster, self.micro_batch)
+
+    def boundary(self, step: int, memory_tokens: float, devices: Sequence[int] | None = None) -> Boundary:
+        """Return what is known before the first step: the devices (None: all) and lengths that are guesses.
+
+        Args:
+            memory_tokens: the longest response that memory is predicted for.
+        """
+        cluster = self.cluster if devices is None else self.cluster.only(devices)
+        return Boundary(step, cluster, self.spec.load, memory_tokens + self.prompt_margin_tokens)
+
+    def begin(self, plan: Plan, config: RunConfig) -> Adaptation:
+        """Return the control of a job that begins on a plan."""
+        return self._adaptation(Controller(plan, self.planning(), settings_of(config)), Calibration())
+
+    def go_on(self, record: Mapping[str, Any], config: RunConfig) -> Adaptation:
+        """Return the control of a job that goes on, from what its staged state keeps."""
+        controller = Controller.from_record(record["controller"], self.planning(), settings_of(config))
+        adaptation = self._adaptation(controller, Calibration.from_record(record["calibration"]))
+        adaptation.go_on_from(record)
+        return adaptation
+
+    def _adaptation(self, controller: Controller, calibration: Calibration) -> Adaptation:
+        predictor = CostPredictor(self.spec, self.cluster.kind.accelerator, self.prompt_margin_tokens)
+        return Adaptation(
+            controller,
+            calibration,
+            predictor,
+            self.spec.load,
+            cap_tokens=self.cap_tokens,
+            prompt_margin_tokens=self.prompt_margin_tokens,
+            first_memory_factor=1.0,  # a plan that has passed the door isn't doubted before anything was measured
+        )
+
+
+def settings_of(config: RunConfig) -> Settings:
+    """Return how a config lets the controller adapt."""
+    adapt = config.adapt
+    thresholds = Thresholds(length=adapt.delta_length)
+    return Settings(adapt.policy, adapt.gamma, adapt.every, thresholds, enabled=adapt.enabled)
+
+
+class CappedPlanning(CostPlanning):
+    """The planner's answers with micro-batches that are no larger than the user allows."""
+
+    def __init__(self, job: JobSpec, cluster: Cluster, micro_batch: int | None) -> None:
+        super().__init__(job, cluster)
+        self._most = micro_batch
+
+    def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan | None) -> list[Candidate]:
+        return [self._capped(each) for each in super().search(boundary, efficiencies, current)]
+
+    def scale(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan) -> list[Candidate]:
+        return [self._capped(each) for each in super().scale(boundary, efficiencies, current)]
+
+    def refit(self, boundary: Boundary, efficiencies: Efficiencies, plan: Plan) -> Candidate | None:
+        found = super().refit(boundary, efficiencies, plan)
+        return None if found is None else self._capped(found)
+
+    def _capped(self, candidate: Candidate) -> Candidate:
+        if self._most is None:
+            return candidate
+        plan = candidate.plan
+        for name, stage in plan.items():
+            plan = plan.with_stage(name, micro_batch=min(stage.micro_batch, self._most))
+        return replace(candidate, plan=plan)
+
+
+def first_plan(frame: Frame, devices: Sequence[int] | None = None, *, may_grow: bool = False) -> Plan | None:
+    """Return the planner's best plan before anything was measured, or None where no plan fits.
+
+    Args:
+        may_grow: whether responses as long as the cap may be left to a later plan, where none fits them now; else they
+            must fit from the start.
+    """
+    planning, efficiencies, length = frame.planning(), Calibration().efficiencies(), float(frame.cap_tokens)
+    while length >= 1:
+        found = planning.search(frame.boundary(0, length, devices), efficiencies, None)
+        if found or not may_grow:
+            return found[0].plan if found else None
+        length /= 2
+    return None

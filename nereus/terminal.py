@@ -1,14 +1,19 @@
 """How a run looks in the terminal: one row a step, with a live line below where the output is a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from nereus.plan import Plan
 from nereus.progress import Event
+from nereus.report.decisions import describe_decision, format_s
+from nereus.report.plans import split_by_plan
+from nereus.report.story import transition_share
 from nereus.report.transition import describe_change, describe_outcome
 
 _HEADINGS = ("step", "reward", "KL/token", "length", "p95", "tokens/s", "seconds")
@@ -57,18 +62,21 @@ class RunView:
             self._live.update(self._bar, total=event.data["steps"], description="starting")
         elif event.kind == "stage":
             self._live.update(self._bar, description=f"step {event.step} · {event.data['stage']}")
+        elif event.kind == "decision":
+            self._print("adapt", describe_decision(event.data))
         elif event.kind == "transition":
             self._show_transition(event.data)
         else:
             if event.data.get("plan", self._plan) != self._plan:
                 self._show_plan(event.data["plan"])
             self._console.print(_row(_format_step(event.data)), highlight=False)
+            for warning in event.data.get("warnings") or ():
+                self._print("warn", warning, style="yellow")
             # Not one more: a failed change of the plan may have set the run back.
             self._live.update(self._bar, completed=event.data["step"] + 1 - self._first_step)
 
     def _show_transition(self, line: Mapping[str, Any]) -> None:
-        changes = describe_change(line["from"], line["to"])
-        self._console.print(f"plan  {changes}: {describe_outcome(line)}", highlight=False, soft_wrap=True)
+        self._print("plan", f"{describe_change(line['from'], line['to'])}: {describe_outcome(line)}")
         if line["outcome"] == "committed":
             self._plan = line["to"]
 
@@ -76,6 +84,28 @@ class RunView:
         self._plan = plan
         for index, part in enumerate(Plan.from_record(plan).describe().split("; ")):
             self._console.print(f"{'plan' if index == 0 else '':5} {part}", highlight=False)
+
+    def _print(self, label: str, text: str, style: str | None = None) -> None:
+        # Square brackets in a reason or a file's name are no markup.
+        self._console.print(f"{label:5} {text}", highlight=False, soft_wrap=True, markup=False, style=style)
+
+
+def show_plans(console: Console, history: Sequence[Mapping[str, Any]]) -> None:
+    """Print what the steps of each plan took against what was predicted, and what the changes between them took.
+
+    Args:
+        history: lines of metrics.jsonl.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("plan (dp x tp x pp on devices)", overflow="fold")
+    for heading in ("steps", "predicted", "measured", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for plan in split_by_plan(history):
+        error = "" if plan.error is None else f"{plan.error:.0%}"
+        numbers = (str(len(plan.steps)), format_s(plan.mean_predicted_s), format_s(plan.mean_s), error)
+        table.add_row(Text(plan.plan), *numbers)
+    console.print(table, highlight=False)
+    console.print(f"changes of the plan took {transition_share(history):.1%} of the time", highlight=False)
 
 
 def _format_step(metrics: Mapping[str, Any]) -> tuple[str, ...]:

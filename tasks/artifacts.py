@@ -1,4 +1,4 @@
-"""Artifacts of a run for Prefect's UI: progress, plan table, transitions, staged state, plots. Never read back.
+"""Artifacts of a run for Prefect's UI: progress, plans, decisions, transitions, staged state, plots. Never read back.
 
 A view never ends the run: what can't be shown is warned of, once for each kind.
 """
@@ -7,6 +7,7 @@ import base64
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,8 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from nereus.report.plots import draw_run_pngs
+from nereus.report.decisions import decision_rows
+from nereus.report.pictures import draw_run_pngs
 from nereus.report.transition import describe_change, describe_outcome
 from nereus.transition.memory import format_bytes
 from nereus.transition.mermaid import MOST_BOXES, to_mermaid
@@ -26,6 +28,9 @@ from nereus.transition.primitives import TransitionGraph
 from storage.errors import hide_credentials
 
 logger = logging.getLogger(__name__)
+
+# A table in the UI is read by people.
+MOST_DECISIONS = 200
 
 # The UI draws edges in the colour of what they lie on, unless told otherwise.
 _MERMAID_EDGES = "  linkStyle default stroke:#7a8aa0\n"
@@ -120,14 +125,34 @@ class StateArtifact:
         self._shown, self._written_s = state["step"], time.monotonic()
 
 
-def publish_plots(history: Sequence[dict[str, Any]]) -> None:
-    """Show the plots of a run's lines of metrics, as one markdown page (inline SVG is dropped by the UI)."""
+def publish_decisions(decisions: Sequence[Mapping[str, Any]], transitions: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Show the decisions of a run as a table: what was weighed, predicted and, once known, measured, and why.
+
+    Args:
+        decisions: lines of decisions.jsonl; the newest are shown where there are many.
+        transitions: lines of transitions.jsonl, which say how long moves really took.
+    """
+    with _as_a_view("decisions"):
+        rows = decision_rows(decisions[-MOST_DECISIONS:], transitions)
+        verdicts = Counter(str(record["verdict"]) for record in decisions)
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        text = f"Decisions: {counts or 'none yet'}; in brackets how far what was measured is from what was predicted"
+        create_table_artifact(rows, key="decisions", description=text)
+
+
+def publish_plots(
+    history: Sequence[dict[str, Any]],
+    decisions: Sequence[Mapping[str, Any]] = (),
+    transitions: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Show the report's pictures of a run's records, as one markdown page (inline SVG is dropped by the UI)."""
     with _as_a_view("plots"):
         pages = [
             f"## {title}\n\n![{title}](data:image/png;base64,{base64.b64encode(png).decode()})"
-            for title, png in draw_run_pngs(history)
+            for title, png in draw_run_pngs(history, decisions, transitions)
         ]
-        create_markdown_artifact("\n\n".join(pages), key="plots", description="Reward, KL, lengths and seconds by step")
+        text = "Plans, devices and seconds by step; reward, length and KL"
+        create_markdown_artifact("\n\n".join(pages), key="plots", description=text)
 
 
 @contextmanager

@@ -1,34 +1,30 @@
-"""RUN_DIR/report.html: one file with everything in it, no script and nothing from outside."""
+"""RUN_DIR/report.html: one file with everything in it, no script and nothing from outside.
+
+It is read from top to bottom: what came of the run, what happened, on which plans, whether it learned, what it cost.
+"""
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 import yaml
 
-from nereus.report.plots import draw_run_svgs
+from nereus.report.pictures import Picture, draw_pictures
+from nereus.report.plans import compare_with_first_plan, describe_first_plan
+from nereus.report.story import group_warnings, summarize_in_words, tell_story
 from nereus.report.summary import summarize
-from nereus.report.transition import describe_change, describe_outcome
+from nereus.report.tables import badge, changes_table, decisions_table, plan_table, plans_table, steps_table
 from storage.errors import hide_credentials
 from storage.records import read_records
 from storage.small_files import file_exists, read_file, replace_file
 from storage.writable import describe_access
 
-# Columns of the table of steps: key of the metrics line, heading, format.
-_STEP_COLUMNS = (
-    ("step", "step", "d"),
-    ("policy_version", "policy version", "d"),
-    ("reward_mean", "reward", ".4f"),
-    ("kl_k1", "KL (k1)", ".5f"),
-    ("response_tokens_mean", "length", ".1f"),
-    ("response_tokens_p95", "length p95", ".1f"),
-    ("share_at_cap", "at the cap", ".0%"),
-    ("entropy", "entropy", ".3f"),
-    ("clip_fraction", "clipped", ".2%"),
-    ("value_loss", "value loss", ".5f"),
-    ("explained_variance", "explained variance", ".3f"),
-    ("first_ratio_max_error", "first ratio error", ".1e"),
+Record = Mapping[str, Any]
+
+_STORY_NOTE = (
+    "Plans are written dp x tp x pp on devices: replicas, ranks that share every layer, and groups of layers one after "
+    "the other. In brackets: how far what was measured is from what was predicted."
 )
 
 
@@ -42,8 +38,9 @@ def write_report(run_dir: str) -> str:
     path = f"{run_dir}/report.html"
     doing = "read"
     try:
-        transitions = read_records(f"{run_dir}/transitions.jsonl")
-        page = render_report(run_dir.rsplit("/", 1)[-1], _read_config(run_dir), read_metrics(run_dir), transitions)
+        config, history = _read_config(run_dir), read_metrics(run_dir)
+        transitions, decisions = (read_records(f"{run_dir}/{name}.jsonl") for name in ("transitions", "decisions"))
+        page = render_report(run_dir.rsplit("/", 1)[-1], config, history, transitions, decisions)
         doing = "written to"
         replace_file(path, page.encode())
     except ValueError:
@@ -60,30 +57,45 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
 
 def render_report(
     name: str,
-    config: Mapping[str, Any],
+    config: Record,
     history: Sequence[dict[str, Any]],
-    transitions: Sequence[Mapping[str, Any]] = (),
+    transitions: Sequence[Record] = (),
+    decisions: Sequence[Record] = (),
 ) -> str:
-    """Return the page for a run's name, resolved config, metrics lines and lines of transitions.jsonl."""
-    plots = "".join(
-        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in draw_run_svgs(history)
-    )
+    """Return the page for a run's name, resolved config, and lines of metrics, transitions and decisions."""
     sections = [
-        f"<header><h1>{html.escape(name)}</h1><p>PPO run by Nereus</p></header>",
-        _cards(summarize(history)) if history else "<p>No step has ended yet.</p>",
-        f"<section class=plots>{plots}</section>",
-        _plan_table(history[-1].get("plan", {})) if history else "",
-        _transitions_table(transitions) if transitions else "",
-        _steps_table(history) if history else "",
+        *(_story_sections(history, transitions, decisions) if history else ["<p>No step has ended yet.</p>"]),
         "<h2>Config</h2>",
-        f"<pre>{html.escape(yaml.safe_dump(dict(config), sort_keys=False))}</pre>",
+        f"<details><summary>run.yaml, every key</summary><pre>{_config_text(config)}</pre></details>",
     ]
+    lead = f"PPO run by Nereus: {summarize_in_words(history, transitions)}" if history else "PPO run by Nereus"
     style = resources.files("nereus.report").joinpath("style.css").read_text()
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(name)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>'
-        f"<body><main>{''.join(sections)}</main></body></html>\n"
+        f"<body><main><header><h1>{html.escape(name)}</h1><p>{html.escape(lead)}</p></header>"
+        f"{''.join(sections)}</main></body></html>\n"
     )
+
+
+def _story_sections(
+    history: Sequence[dict[str, Any]], transitions: Sequence[Record], decisions: Sequence[Record]
+) -> list[str]:
+    pictures = list(draw_pictures(history, decisions, transitions))
+    compared = compare_with_first_plan(history)
+    return [
+        _cards(summarize(history)),
+        _warnings(history),
+        "<h2>What happened</h2>" + _story(history, transitions, decisions),
+        "<h2>Plans, devices and seconds</h2>" + _figures(pictures, "plans"),
+        "<h2>What was learned</h2>" + _figures(pictures, "learning"),
+        "<h2>What the plans took</h2>" + plans_table(history),
+        f"<p>{html.escape(describe_first_plan(compared))}</p>{_figures(pictures, 'cost')}" if compared else "",
+        f"<h2>Decisions</h2>{decisions_table(decisions, transitions)}" if decisions else "",
+        f"<h2>Plan changes</h2>{changes_table(decisions, transitions)}" if transitions else "",
+        f"<h2>Plan</h2><p class=note>In force at the end.</p>{plan_table(history[-1].get('plan', {}))}",
+        f"<h2>Steps</h2>{steps_table(history)}",
+    ]
 
 
 def _read_config(run_dir: str) -> dict[str, Any]:
@@ -94,7 +106,11 @@ def _read_config(run_dir: str) -> dict[str, Any]:
     return yaml.safe_load(read_file(path)) or {}
 
 
-def _cards(summary: Mapping[str, Any]) -> str:
+def _config_text(config: Record) -> str:
+    return html.escape(yaml.safe_dump(dict(config), sort_keys=False))
+
+
+def _cards(summary: Record) -> str:
     moves = f"means of the first and last {summary['window']} steps"
     cards = [
         ("Reward", f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}", moves),
@@ -118,34 +134,35 @@ def _cards(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _plan_table(plan: Mapping[str, Mapping[str, Any]]) -> str:
-    keys = ("dp", "tp", "pp", "devices", "micro_batch", "recompute")
-    rows = (
-        [name, *(", ".join(map(str, e[k])) if isinstance(e.get(k), list) else str(e.get(k, "")) for k in keys)]
-        for name, e in plan.items()
+def _warnings(history: Sequence[Record]) -> str:
+    """Return the training alarms, each once with the number of steps that gave it."""
+    found = group_warnings(history)
+    if not found:
+        return ""
+    items = "".join(
+        f"<li><b>Step {steps[0]}{f' and {len(steps) - 1} more' if steps[1:] else ''}:</b> {html.escape(text)}</li>"
+        for steps, text in found
     )
-    return "<h2>Plan</h2>" + _table(["model-stage", "dp", "tp", "pp", "devices", "micro-batch", "recompute"], rows)
+    return f"<aside class=warnings><h3>Look at this</h3><ul>{items}</ul></aside>"
 
 
-def _transitions_table(transitions: Sequence[Mapping[str, Any]]) -> str:
-    rows = (
-        [str(line["step"]), describe_change(line["from"], line["to"]), describe_outcome(line)] for line in transitions
+def _story(history: Sequence[Record], transitions: Sequence[Record], decisions: Sequence[Record]) -> str:
+    entries, left_out = tell_story(history, decisions, transitions)
+    items = "".join(
+        f"<li><span class=at>step {entry.step}</span>{badge(entry.kind)}<span>{html.escape(entry.text)}"
+        + (f"<small>{html.escape(entry.detail)}</small>" if entry.detail else "")
+        + "</span></li>"
+        for entry in entries
     )
-    return "<h2>Plan changes</h2>" + _table(["before step", "dp x tp x pp", "moved"], rows)
+    more = f"<p class=note>{left_out} more that mattered less are left out.</p>" if left_out else ""
+    return f"<p class=note>{_STORY_NOTE}</p><ol class=story>{items}</ol>{more}"
 
 
-def _steps_table(history: Sequence[dict[str, Any]]) -> str:
-    present = [column for column in _STEP_COLUMNS if any(line.get(column[0]) is not None for line in history)]
-    rows = (
-        ["" if line.get(key) is None else format(line[key], spec) for key, _, spec in present]
-        + [f"{line.get('seconds', {}).get('total', float('nan')):.2f}"]
-        for line in history
+def _figures(pictures: Sequence[Picture], about: str) -> str:
+    figures = "".join(
+        f"<figure><figcaption>{html.escape(picture.title)}<small>{html.escape(picture.note)}</small></figcaption>"
+        f"{picture.to_svg()}</figure>"
+        for picture in pictures
+        if picture.about == about
     )
-    table = _table([heading for _, heading, _ in present] + ["seconds"], rows)
-    return f"<h2>Steps</h2><details><summary>{len(history)} steps</summary>{table}</details>"
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return f"<section class='plots {about}'>{figures}</section>" if figures else ""

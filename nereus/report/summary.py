@@ -1,6 +1,6 @@
 """What a run came to, in a few numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 WINDOW = 5
 
 
-def summarize(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return first and last values of a run.
 
     Means are over the first and last `window` steps: 5, or half of a short run. Absent numbers are NaN.

@@ -8,8 +8,10 @@ import pytest
 
 from nereus.config import dump_config, load_config
 from nereus.report.html import write_report
-from nereus.report.plots import draw_run_pngs, draw_seconds
+from nereus.report.pictures import draw_run_pngs
+from nereus.report.plots import draw_seconds
 from nereus.report.summary import summarize
+from tests.report.sample_run import SampleRun
 
 
 def metrics_line(step: int) -> dict:
@@ -51,9 +53,36 @@ def test_one_file_holds_everything(run_dir: Path):
     outside = Outside()
     outside.feed(page)
     assert outside.tags.count("figure") == outside.tags.count("svg") == 4
+    assert outside.tags.count("svg") == page.count("aria-label=")
     assert not outside.found
     for text in ("amber", "actor.training", "prompts_per_step", "0.150 → 0.550", "8 steps"):
         assert text in page
+
+
+def test_a_run_that_adapts_is_told_from_top_to_bottom(tmp_path: Path):
+    page = Path(write_report(str(SampleRun().write(tmp_path / "amber")))).read_text()
+    outside = Outside()
+    outside.feed(page)
+    assert outside.tags.count("figure") == outside.tags.count("svg") == 6 and not outside.found
+    story = ["28 steps on 1 to 2 devices. The plan changed 4 times", "61% of the responses end at the cap",
+             "What happened", "The run begins on 2 devices", "the move takes 1.2 s", "undone: the old plan holds",
+             "Tried again", "Device 1 left", "needs devices that are gone", "Device 1 came back",
+             "no longer fits memory, so the job moves", "Plans over the steps", "What was learned",
+             "What the plans took", "(predicted)", "Against the first plan", "<h2>Decisions</h2>",
+             "<td>5.22 s (-2%)</td>", "<h2>Plan changes</h2>", "<h2>Config</h2>"]  # fmt: skip
+    at = [page.index(text) for text in story]
+    assert at == sorted(at)
+
+
+def test_the_page_of_a_long_run_stays_small(tmp_path: Path):
+    run = SampleRun(stretch=36)
+    run.decisions = [dict(record, step=step) for step in range(1000) for record in run.decisions[:1]]
+    run.transitions = [dict(run.transitions[0], step=step) for step in range(1000)]
+    path = Path(write_report(str(run.write(tmp_path / "amber"))))
+    page = path.read_text()
+    assert path.stat().st_size < 2e6
+    assert "100 of 1000 decisions are shown" in page and "200 of 1000 changes are shown" in page
+    assert "1008 steps, one in 3 shown" in page and "1963 more that mattered less" in page
 
 
 def test_changes_of_the_plan_are_listed(run_dir: Path):

@@ -22,7 +22,7 @@ from tests.transition.test_coordination import KINDS, trial
 
 TRIALS = int(os.environ.get("NEREUS_TRIALS", "30"))
 BASELINE_TRIALS = int(os.environ.get("NEREUS_TRIALS", "10"))
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 pytestmark = pytest.mark.timeout(90 + 3 * TRIALS)
 

@@ -23,7 +23,7 @@ MOVES = ("admit", "urgent")
 
 @dataclass(frozen=True)
 class Move:
-    """A transition and the decision it carries out; None for one of a schedule, or another try at an earlier one."""
+    """A transition and the decision it carries out, if there is one; a retry is another try at the same."""
 
     line: Record
     decision: Record | None
@@ -35,25 +35,29 @@ class Move:
 
     @property
     def kind(self) -> str:
-        """One of urgent, admit, scheduled; `undone` for one that was not carried out, whatever it was for."""
+        """One of urgent, admit, scheduled; `undone` if the old plan holds, `rebuilt` if the new one is the old one."""
         if self.line["outcome"] != "committed":
             return "undone"
-        return self.decision["verdict"] if self.decision is not None else "scheduled"
+        if self.decision is not None:
+            return self.decision["verdict"]
+        return "scheduled" if describe_places(self.line["from"], self.line["to"]) else "rebuilt"
 
 
 def match_moves(decisions: Sequence[Record], transitions: Sequence[Record]) -> list[Move]:
-    """Return every transition with its decision: that of its step, or the last one that wanted the same plan."""
+    """Return every transition with its decision: the last one up to its step that wanted the same plan."""
     wanted = [decision for decision in decisions if decision["verdict"] in MOVES]
-    of_step = {decision["step"]: decision for decision in wanted}
     last_for: dict[Any, Record] = {}
-    moves, met = [], 0
+    moves, met, begun = [], 0, set()
     for line in transitions:
-        while met < len(wanted) and wanted[met]["step"] < line["step"]:
+        while met < len(wanted) and wanted[met]["step"] <= line["step"]:
             last_for[_layouts(wanted[met]["candidate"])] = wanted[met]
             met += 1
-        now = of_step.get(line["step"])
-        earlier = last_for.get(_layouts(line["to"]))
-        moves.append(Move(line, now or earlier, is_retry=now is None and earlier is not None))
+        found = last_for.get(_layouts(line["to"]))
+        if _layouts(line["from"]) == _layouts(line["to"]) and (found is None or found["step"] != line["step"]):
+            found = None  # nothing moves: what a lost worker held is brought back
+        moves.append(Move(line, found, is_retry=id(found) in begun))
+        if found is not None:
+            begun.add(id(found))
     return moves
 
 
@@ -101,15 +105,17 @@ def decision_rows(decisions: Sequence[Record], transitions: Sequence[Record] = (
     what was predicted of that plan.
     """
     took: dict[int, float] = {}
-    for line in transitions:
-        took[line["step"]] = took.get(line["step"], 0.0) + line["seconds"]
-    undone = {line["step"] for line in transitions if line["outcome"] != "committed"}
+    undone = set()
+    for move in match_moves(decisions, transitions):
+        if not move.is_retry and move.decision is not None:
+            took[id(move.decision)] = move.line["seconds"]
+            undone |= {id(move.decision)} if move.kind == "undone" else set()
     rows = []
     for record in decisions:
         measured, moves = record.get("measured", {}), record["verdict"] in MOVES
-        stays = not moves or record["step"] in undone
+        stays = not moves or id(record) in undone
         predicted = record["latency_current_s"] if stays else record["latency_candidate_s"]
-        real = measured.get("transition_s", took.get(record["step"])) if moves else None
+        real = measured.get("transition_s", took.get(id(record))) if moves else None
         rows.append(
             {
                 "before step": str(record["step"]),
@@ -133,8 +139,10 @@ def describe_move(move: Move) -> str:
     outcome = describe_outcome(move.line)
     if move.decision is not None and not move.is_retry:
         return outcome
-    why = "Tried again" if move.is_retry else "As scheduled"
-    return f"{why}: {describe_places(move.line['from'], move.line['to'])}; {outcome}"
+    change = describe_places(move.line["from"], move.line["to"])
+    if not change:
+        return f"The same plan is built again after a loss: {outcome}"
+    return f"{'Tried again' if move.is_retry else 'As scheduled'}: {change}; {outcome}"
 
 
 def format_s(seconds: float | None) -> str:

@@ -83,16 +83,16 @@ def compare_with_first_plan(history: Sequence[Metrics]) -> FirstPlan | None:
     steps, measured, seconds, without = [], 0.0, [], []
     outgrown_at = None
     for line in history:
-        first_plan_s = _first_plan_seconds(line)
+        lacks_devices = bool(needed - set(line.get("devices_present", needed)))
+        first_plan_s = None if lacks_devices else _first_plan_seconds(line)
         seconds.append(first_plan_s)
         if first_plan_s is not None:
             steps.append(line["step"])
             measured += line["seconds"]["total"]
-        elif "initial" in line.get("predicted_s", {}):  # null: it could not have run
-            if needed - set(line.get("devices_present", needed)):
-                without.append(line["step"])
-            elif outgrown_at is None:
-                outgrown_at = line["step"]
+        elif lacks_devices:
+            without.append(line["step"])
+        elif outgrown_at is None and line.get("predicted_s", {}).get("initial", 0.0) is None:
+            outgrown_at = line["step"]
     return FirstPlan(tuple(steps), measured, tuple(seconds), outgrown_at, tuple(without))
 
 

@@ -28,6 +28,7 @@ MARKS = {
     "urgent": (VERMILION, "-", "urgent"),
     "admit": ("#00805d", "-", "pays back"),
     "scheduled": (INK, "-", "scheduled"),
+    "rebuilt": (INK, "--", "built again"),
     "undone": (FAINT, ":", "undone"),
 }
 # Beyond so many changes their numbers would lie on each other.

@@ -5,6 +5,7 @@ import pytest
 from nereus.report.decisions import (
     decision_rows,
     describe_decision,
+    describe_move,
     describe_places,
     describe_settings,
     describe_target,
@@ -26,6 +27,12 @@ def test_every_change_finds_its_decision(run: SampleRun):
     ]  # fmt: skip
     assert moves[1].decision is run.decisions[1]
     assert [move.kind for move in match_moves([], run.transitions[2:])] == ["scheduled"] * 3
+    again = [dict(run.transitions[1], step=7)]  # at once, at the same step
+    assert [move.is_retry for move in match_moves(run.decisions, run.transitions[:1] + again)] == [False, True]
+    rebuilt = dict(run.transitions[1], step=9, **{"from": run.transitions[1]["to"]})
+    (move,) = match_moves(run.decisions, [rebuilt])
+    assert (move.kind, move.decision) == ("rebuilt", None)
+    assert describe_move(move).startswith("The same plan is built again after a loss: 12.00 MiB")
     refused = [dict(run.decisions[1], verdict="refuse")]
     assert match_moves(refused, run.transitions[1:2])[0].decision is None
 

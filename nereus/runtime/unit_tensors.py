@@ -13,15 +13,12 @@ from nereus.layout import Layout
 from nereus.model.decoder import shard_views
 from nereus.model.spec import ModelSpec, tensors
 from nereus.model.weights import WeightSource
+from nereus.runtime.pages import new_tensors
+from nereus.runtime.unit_sums import sum_pieces
 from nereus.runtime.weight_sync import SliceStore
-from nereus.staged_state import PREFIXES, base_name, grid
+from nereus.staged_state import PREFIXES, base_name
 from nereus.transition.chunks import Chunk
-from storage.checksums import PieceHash
 from storage.slices import TensorSlice
-
-_MODULUS = 2**64
-# What doesn't lie in one piece is hashed through copies of this size, which stay in the cache.
-_HASH_BLOCK_BYTES = 1 << 20
 
 
 @lru_cache(maxsize=1024)
@@ -80,16 +77,18 @@ class HeldTensors:
     def make(self, chunk: Chunk | None = None) -> None:
         """Allocate the tensors of a chunk, or all of them; their content is arbitrary."""
         shapes = parameter_shapes(self.spec, self.layout, self.rank)
-        for held in self.tensors.values():
-            for name in self._names(chunk):
-                held[name] = torch.empty(shapes[name], dtype=self.dtype, device=self.device)
+        for names in self._names_by_chunk(chunk):  # those of a chunk lie together: they are freed together
+            wanted = {(prefix, name): shapes[name] for prefix in self.tensors for name in names}
+            for (prefix, name), tensor in new_tensors(wanted, self.dtype, self.device).items():
+                self.tensors[prefix][name] = tensor
 
     def free(self, chunk: Chunk | None = None) -> None:
         """Let go of the tensors of a chunk, or of all; a unit that has taken them over keeps them."""
         self.drop_weights()
         for held in self.tensors.values():
-            for name in self._names(chunk):
-                held.pop(name, None)
+            for names in self._names_by_chunk(chunk):
+                for name in names:
+                    held.pop(name, None)
 
     def take_over(self, other: HeldTensors) -> None:
         """Hold the very tensors of an equal rank of another unit."""
@@ -98,11 +97,10 @@ class HeldTensors:
             self.tensors[prefix].update(held)
         self._weights = dict(other._weights)
 
-    def _names(self, chunk: Chunk | None) -> tuple[str, ...]:
+    def _names_by_chunk(self, chunk: Chunk | None) -> Iterable[tuple[str, ...]]:
+        """Return the parameters of a chunk, or of each."""
         by_chunk = _parameters_by_chunk(self.spec, self.layout, self.rank)
-        if chunk is not None:
-            return by_chunk.get(chunk, ())
-        return tuple(name for names in by_chunk.values() for name in names)
+        return by_chunk.values() if chunk is None else [by_chunk.get(chunk, ())]
 
     # Content
 
@@ -138,7 +136,11 @@ class HeldTensors:
         if self.dtype == self.compute_dtype:
             return self.tensors[""]
         if not self._weights:
-            self._weights = {name: tensor.to(self.compute_dtype) for name, tensor in self.tensors[""].items()}
+            masters = self.tensors[""]
+            for names in self._names_by_chunk(None):
+                shapes = {name: tuple(masters[name].shape) for name in names}
+                for name, weight in new_tensors(shapes, self.compute_dtype, self.device).items():
+                    self._weights[name] = weight.copy_(masters[name])
         return self._weights
 
     def drop_weights(self) -> None:
@@ -147,32 +149,9 @@ class HeldTensors:
 
     # Checksums
 
-    @torch.no_grad()
     def sums(self) -> dict[str, int]:
         """Return by name in staged state the sum mod 2^64 of the checksums of the pieces that are held here."""
-        return {
-            prefix + name: sum(self._hash(prefix, piece) for piece in self._pieces(name)) % _MODULUS
-            for prefix in self.tensors
-            for name in self._slices
-        }
-
-    def _pieces(self, name: str) -> Iterator[TensorSlice]:
-        whole = self._slices[name]
-        for piece in grid(tensors(self.spec)[name], self.spec.kv_heads):
-            common = piece.intersect(whole)
-            if common is not None:
-                assert common == piece, f"{piece} is cut by {whole}"
-                yield piece
-
-    def _hash(self, prefix: str, piece: TensorSlice) -> int:
-        digest = PieceHash(replace(piece, name=prefix + piece.name), tensors(self.spec)[piece.name].shape)
-        live = self._stores[prefix].find(piece)
-        whole = replace(piece, starts=(0,) * len(piece.starts))
-        lies_in_one = live.is_contiguous() and live.device.type == "cpu"
-        for block in [whole] if lies_in_one else whole.blocks(_HASH_BLOCK_BYTES // self.dtype.itemsize):
-            part = live[block.within(whole)].contiguous().cpu()
-            digest.update(memoryview(part.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-        return int(digest.hexdigest(), 16)
+        return sum_pieces(self.tensors, self.spec, self.layout, self.rank)
 
 
 def held_dtype(compute_dtype: torch.dtype, *, trains: bool) -> torch.dtype:

@@ -11,7 +11,7 @@ from nereus.emu import Emu
 from nereus.layout import Layout
 from nereus.model.decoder import DecoderShard
 from nereus.model.spec import ModelSpec, tensors
-from nereus.runtime import unit_tensors
+from nereus.runtime import unit_sums
 from nereus.runtime.transition_orders import UnitKey
 from nereus.runtime.unit_tensors import HeldTensors, parameter_shapes
 from nereus.staged_state import PREFIXES
@@ -94,7 +94,7 @@ def test_what_was_taken_over_outlives_the_old_unit() -> None:
 def test_sums_are_the_same_on_every_layout(
     spec: ModelSpec, trains: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit_tensors, "_HASH_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(unit_sums, "_HASH_BLOCK_BYTES", block_bytes)
     found = []
     for layout in LAYOUTS:
         unit, results = counted(spec, layout, trains)

@@ -43,7 +43,9 @@ def test_a_drained_device_is_away_whatever_the_trace_says():
     supply = DeviceSupply(3, TRACE)
     at = supply.at(3, drained)
     assert (at.present, at.leaving) == ((1,), {0: 36_930.0, 2: None})
-    assert at.reason == "1 of 3 devices: `nereus scale` said 2 at step 3; device 0 is drained, which goes at 10:15:30 UTC"
+    assert (
+        at.reason == "1 of 3 devices: `nereus scale` said 2 at step 3; device 0 is drained, which goes at 10:15:30 UTC"
+    )
     assert supply.at(12, drained).present == (1,)
     assert supply.at(13, Controls(number=3, scale=2, scale_number=3)).present == (0, 1)
 
@@ -62,6 +64,7 @@ def test_a_notice_and_a_quarantine():
     at = DeviceSupply(2).at(5, Controls(1, drains={1: 5.0, 9: None}), noticed={1}, quarantined={9})
     assert (at.present, at.leaving) == ((0,), {1: 5.0})  # with two announcements the one that names a time counts
     assert DeviceSupply(2).at(6).present == (0, 1)
+    assert DeviceSupply(2).at(5, Controls(1, drains={1: None}), quarantined={1}).leaving == {}  # nothing left to read
 
 
 def test_fewer_devices_than_were_scaled_to_may_be_resumed_on():
@@ -81,6 +84,7 @@ def test_the_same_question_has_the_same_answer():
     ("trace", "after"),
     [
         (((0, 2), (6, 0), (9, 1), (12, 2)), [1, 1, 1, 1, 1, 1, 2]),
+        (((0, 2), (6, 0), (7, 0), (9, 1), (12, 2)), [1, 1, 1, 1, 1, 1, 2]),
         (((0, 2), (6, 0)), [2] * 7),
         (((0, 0), (9, 1)), [1] * 7),
         (((0, 2), (6, 0), (8, 1), (9, 0)), [1, 1, 1, 0, 0, 0, 0]),
@@ -120,7 +124,12 @@ def test_a_scale_counts_while_an_entry_holds_before_its_step():
     supply = DeviceSupply(4, ((0, 2), (6, 0), (9, 1), (12, 2)))
     supply.begin_again(6)
     assert counts(supply, range(6, 8)) == [1, 1]
-    assert counts(supply, range(8, 13), Controls(1, 3, 1)) == [3, 3, 3, 3, 2]
+    said = Controls(1, 3, 1)
+    assert counts(supply, range(8, 9), said) == [3]
+    again = DeviceSupply.from_record(supply.to_record(), 4, ((0, 2), (6, 0), (9, 1), (12, 2)))
+    again.begin_again(8, said)
+    for one in (supply, again):
+        assert counts(one, range(8, 13), said) == [3, 3, 3, 3, 2]
 
 
 def test_a_scale_to_nothing_ends_a_run_once():

@@ -8,13 +8,12 @@ decide -> transition where state has to move -> the step -> learn
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nereus.alarms import Alarms
 from nereus.commits import read_commit
-from nereus.control import ControlReader
 from nereus.controller.adaptation import Adaptation, Surroundings
 from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutcome
 from nereus.cost.memory import Workload
@@ -22,10 +21,12 @@ from nereus.emu import emus_of
 from nereus.plan import Plan, stage_of
 from nereus.ppo.kl import KlController
 from nereus.runtime.control import Frame, first_plan
+from nereus.runtime.devices_there import Deadlines, DevicesThere, out_of_time
 from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.opening import OpenRun
-from nereus.supply import DeviceSupply, Supply
+from nereus.runtime.state_check import StateAlarm, StateCheck
+from nereus.supply import Supply
 from nereus.transition.graph import InfeasibleTransition
 from nereus.transition.memory import TransitionMemory
 from nereus.transition.primitives import TransitionGraph
@@ -55,12 +56,15 @@ class AdaptiveSteps(ElasticSteps):
         self._adaptation: Adaptation | None = None
         self._frame: Frame = self.job.frame
         self._initial: Plan | None = None
-        self._supply: DeviceSupply | None = None
-        self._controls = ControlReader(run.run_dir.url)
-        self._present: tuple[int, ...] = ()
+        self._devices: DevicesThere | None = None
+        self._deadlines = Deadlines(run.run_dir.url, engine, lambda: self.plan.devices)
         self._decided: list[Decision] = []  # at the step that is about to begin
         self._is_updating = False  # the step in flight has begun to change what is trained
         self._tries: dict[int, int] = {}
+        self._moved_before: int | None = None  # the step before which the plan has changed last
+        self._alarmed: set[int] = set()
+        self._state_check = StateCheck(self.config.precision)
+        self._alarms = Alarms(cap_tokens=self._frame.cap_tokens, precision=self.config.precision)
         self._kl_before: KlController = self.kl
 
     @property
@@ -72,13 +76,11 @@ class AdaptiveSteps(ElasticSteps):
 
     def _begin_control(self) -> None:
         """Find out what there is, start its workers, and choose the plan to begin or to go on with."""
-        record, total, first = self._recorded_control(), self.config.cluster.devices, self._first_step()
-        if record is None:
-            self._supply = DeviceSupply(total, self.job.device_trace)
-        else:
-            self._supply = DeviceSupply.from_record(record["supply"], total, self.job.device_trace)
+        record, first = self._recorded_control(), self._first_step()
+        total, trace = self.config.cluster.devices, self.job.device_trace
+        self._devices = DevicesThere(self._opened.run_dir.url, total, trace, record and record["supply"])
         if not self._opened.is_new:
-            self._supply.begin_again(first, self._controls.read())
+            self._devices.begin_again(first)
         supply = self._look(first)
         if self._owns_engine:
             self._engine.start(supply.present if self.adapts else self.plan.devices)
@@ -99,6 +101,7 @@ class AdaptiveSteps(ElasticSteps):
             if not set(plan.devices) <= set(supply.present):
                 plan = self._adaptation.controller.plan = self._plan_to_begin_with(supply)
         self.plan = self._wanted = plan
+        self._deadlines.start()
 
     def _plan_to_begin_with(self, supply: Supply) -> Plan:
         if self.config.plan != "auto" and set(self.plan.devices) <= set(supply.present):
@@ -124,9 +127,9 @@ class AdaptiveSteps(ElasticSteps):
 
     def _run_state(self, step: int) -> dict[str, Any]:
         state = super()._run_state(step)
-        if self._supply is None:
+        if self._devices is None:
             return state
-        control: dict[str, Any] = {"supply": self._supply.to_record()}
+        control: dict[str, Any] = {"supply": self._devices.to_record()}
         if self._adaptation is not None:
             assert self._initial is not None
             control |= {**self._adaptation.to_record(), "initial": self._initial.to_record()}
@@ -136,13 +139,8 @@ class AdaptiveSteps(ElasticSteps):
 
     def _look(self, step: int) -> Supply:
         """Return the devices there are at a boundary."""
-        assert self._supply is not None
-        supply = self._supply.at(
-            step, self._controls.read(), noticed=self._engine.notices(), quarantined=self._engine.quarantined
-        )
-        if supply.present != self._present and self._present:
-            logger.info("step %d: devices %s (%s).", step, list(supply.present), supply.reason)
-        self._present = supply.present
+        assert self._devices is not None
+        supply = self._devices.look(step, self._engine)
         if not supply.present:
             raise NoDevices(f"There are no devices from step {step} on ({supply.reason}).")
         return supply
@@ -153,27 +151,38 @@ class AdaptiveSteps(ElasticSteps):
         Raises:
             NoDevices: the run can't go on with the devices there are.
         """
-        if self._supply is None:
+        if self._devices is None:
             return None
         supply = self._look(step)
         if self._adaptation is None:
             self._check_devices(supply)
             return None
         cluster = self._frame.cluster.only(supply.present)
-        gone = {d for d, deadline in supply.leaving.items() if deadline and deadline - time.time() < LEAST_NOTICE_S}
-        lost = (self._lost | gone) & set(self.plan.devices)
+        self._lost |= out_of_time(supply, self.plan.devices, LEAST_NOTICE_S)
         self._adaptation.controller.plan = self.plan
         try:
-            decision = self._adaptation.decide(step, Surroundings(cluster, frozenset(lost)))
+            decision = self._adaptation.decide(step, Surroundings(cluster, self._lost))
         except NoPlanError as error:
             raise NoDevices(f"{error} ({supply.reason})") from error
-        self._lost = frozenset(lost)
         if decision is None:
             return None
+        late = out_of_time(supply, self.plan.devices, LEAST_NOTICE_S + 2 * decision.price.seconds)
+        if decision.moves and late - self._lost:
+            self._stage_now(step)
+            self._lost |= late
         self._decided.append(decision)
         self._write_decisions(step)
         logger.info("step %d: %s", step, decision.reason)
         return decision.to_record()
+
+    def _stage_now(self, step: int) -> None:
+        """Have the state of this boundary committed: there is no time to copy it from a device that goes."""
+        assert self._staging is not None
+        self._staging.wait()
+        newest = self._staging.newest
+        if step and (newest is None or newest.step != step - 1):
+            self._staging.begin(step - 1, self._run_state(step - 1), self.plan.to_record())
+            self._staging.wait()
 
     def _check_devices(self, supply: Supply) -> None:
         missing = sorted(set(self.plan.devices) - set(supply.present))
@@ -193,12 +202,13 @@ class AdaptiveSteps(ElasticSteps):
 
     def transition_due(self, step: int) -> bool:
         """Return whether state has to move before a step, or communicators have to be made anew."""
-        if self._adaptation is None:
-            return super().transition_due(step)
         due = self._due()
-        if not (self._is_torn or self._lost or emus_of(due) != emus_of(self.plan)):
-            self._take_settings(due)
-            return False
+        if not (self._is_torn or self._lost):
+            if self._adaptation is None:
+                return super().transition_due(step)
+            if emus_of(due) == emus_of(self.plan):
+                self._take_settings(due)
+                return False
         tries = self._attempts.get(due, []).count(step)
         if tries >= MOST_ATTEMPTS:
             raise CommandError(
@@ -229,6 +239,8 @@ class AdaptiveSteps(ElasticSteps):
     def run_transition(self, submit: Any = None) -> dict[str, Any]:
         """Carry the begun transition out, or back; return its line of transitions.jsonl."""
         line = super().run_transition(submit)
+        if line["outcome"] != "rolled_back":
+            self._moved_before = self.next_step
         if self._adaptation is not None:
             if self._decided and line["outcome"] == "committed":
                 self._adaptation.controller.note_transition(line["seconds"])
@@ -282,10 +294,18 @@ class AdaptiveSteps(ElasticSteps):
         super()._before_update(model_stage)
 
     def _learn(self, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
-        """Take in what a step came to, and add to its metrics what only control knows."""
+        """Take in what a step came to, and add to its metrics what only control knows.
+
+        Raises:
+            StateAlarm: the plan has changed before this step, and its numbers say that the state isn't what it was.
+        """
+        self._state_check.check(metrics, is_first=self._moved_before == metrics["step"])
         self._is_updating = False
-        if self._supply is not None:
-            metrics["devices_present"] = list(self._present)
+        metrics["warnings"] = self._alarms.look(metrics)
+        for warning in metrics["warnings"]:
+            logger.warning("step %d: %s", outcome.step, warning)
+        if self._devices is not None:
+            metrics["devices_present"] = list(self._devices.present)
         if self._adaptation is None:
             return
         self._adaptation.controller.plan = self.plan
@@ -316,6 +336,8 @@ class AdaptiveSteps(ElasticSteps):
             CommandError: as it was, where the step can't be done again: nothing may change, it failed again and again,
                 or it was no loss of a device or of memory.
         """
+        if isinstance(error, StateAlarm):
+            return self._distrust(step, error)
         if self._adaptation is None:
             raise error
         self._tries[step] = self._tries.get(step, 0) + 1
@@ -332,6 +354,17 @@ class AdaptiveSteps(ElasticSteps):
         self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
         logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))
         return {"step": step, "lost": sorted(dead), "reason": str(error)}
+
+    def _distrust(self, step: int, error: StateAlarm) -> dict[str, Any]:
+        """Give up what is in memory, once for a step: the run goes on from its last commit."""
+        if step in self._alarmed:
+            raise error
+        self._alarmed.add(step)
+        self._lost, self._is_updating, self.kl, self._rollouts = (
+            frozenset(self.plan.devices), False, self._kl_before, None
+        )  # fmt: skip
+        logger.warning("%s; the run goes on from its last commit.", error)
+        return {"step": step, "lost": [], "reason": str(error)}
 
     def _learn_of_memory(self, step: int, device: int) -> None:
         """Take in that a device needed more than it has: whatever its peak would have been, it was above the cap."""

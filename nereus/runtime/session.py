@@ -16,7 +16,7 @@ from nereus.config import RunConfig
 from nereus.controller.decision import StepOutcome
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
-from nereus.runtime.adaptive_steps import AdaptiveSteps, MemoryShort, NoDevices
+from nereus.runtime.adaptive_steps import AdaptiveSteps, MemoryShort, NoDevices, StateAlarm
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.measure import collect_metrics, measure_step
@@ -27,7 +27,7 @@ from nereus.tracking import Trackers, open_trackers
 __all__ = ["STEP_FAILURES", "NoDevices", "Session", "find_session", "make_engine"]
 
 # What a step fails with that may be done again.
-STEP_FAILURES = (CommandError, MemoryShort)
+STEP_FAILURES = (CommandError, MemoryShort, StateAlarm)
 
 _open_sessions: dict[str, Session] = {}
 
@@ -103,6 +103,7 @@ class Session(AdaptiveSteps):
             if self._reward_pool is not None:
                 stack.callback(self._reward_pool.close)
             stack.callback(self._engine.close if self._owns_engine else self._release)
+            stack.callback(self._deadlines.close)
             if self._staging is not None:
                 stack.callback(self._staging.close)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nereus.runtime.rollouts import Rollouts
-from nereus.runtime.session import Session
+from nereus.runtime.session import STEP_FAILURES, Session
 
 
 def prepare_step(session: Session, step: int, rollouts: Rollouts | None = None) -> None:
@@ -34,3 +35,20 @@ def run_step(session: Session, step: int) -> dict[str, Any]:
     """Run a whole step and return its metrics."""
     prepare_step(session, step)
     return complete_step(session, step)
+
+
+def drive(session: Session, each: Callable[[int, dict[str, Any]], None] = lambda *_: None) -> None:
+    """Run all steps that are left as the flow does, the plan under control; `each` sees the metrics of every step."""
+    while (step := session.next_step) < session.config.steps:
+        try:
+            session.decide(step)
+            if session.transition_due(step):
+                session.begin_transition(step)
+                if session.run_transition()["outcome"] != "committed":
+                    continue
+            metrics = run_step(session, step)
+        except STEP_FAILURES as error:
+            session.make_ready(step, error)
+            continue
+        each(step, metrics)
+        session.stage_state(step)

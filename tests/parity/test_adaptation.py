@@ -1,0 +1,123 @@
+"""A run under control trains what a run on one plan trains, whatever befalls its devices and its memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nereus.config import build_config
+from nereus.runtime.deaths import Deaths
+from nereus.runtime.local import LocalEngine
+from nereus.runtime.session import Session
+from storage.records import read_records
+from tests.parity.runs import ODD_TINY, uniform_plan
+from tests.parity.test_transitions import STAGES, Trained, assert_same, read_whole_state
+from tests.runtime.steps import drive
+
+STEPS = 8
+TREE: dict[str, Any] = {
+    "model": {"tiny": ODD_TINY},
+    "rollout": {"prompts_per_step": 9, "max_prompt_tokens": 16, "max_response_tokens": 8},
+    "ppo": {"minibatches": 2, "actor_lr": 3e-3, "critic_lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1},
+    "precision": "float64",
+    "steps": STEPS,
+    "seed": 5,
+    "cluster": {"devices": 2, "memory_per_device": "2GiB"},
+    "adapt": {"enabled": True},
+}
+_run_ids = itertools.count()
+# Strikes a session at a point of a step: (session, step, method about to be called).
+Strike = Callable[[Session, int, str], None]
+METHODS = ("generate", "score", "infer_reference", "infer_logprobs", "infer_values", "estimate_advantages",
+           "train_actor", "train_critic", "sync_weights", "finish_step", "stage_state")  # fmt: skip
+
+
+class StruckSession(Session):
+    """A session that is struck right before the methods of its steps."""
+
+    strike: Strike = staticmethod(lambda *_: None)
+
+
+def _struck(name: str) -> Callable[..., Any]:
+    def method(self: StruckSession, step: int) -> Any:
+        self.strike(self, step, name)
+        return getattr(Session, name)(self, step)
+
+    return method
+
+
+for _name in METHODS:
+    setattr(StruckSession, _name, _struck(_name))
+
+
+class Adapted(Trained):
+    """Beside what a run leaves: its decisions and changes of the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decisions: list[dict[str, Any]] = []
+        self.transitions: list[dict[str, Any]] = []
+
+
+def train(run_dir: Path, strike: Strike | None = None, **changes: Any) -> Adapted:
+    """Run a job under control on workers of its own; return what it leaves, each step's tokens as its digest."""
+    config = build_config({**TREE, **changes, "run_dir": os.fspath(run_dir)})
+    result = Adapted()
+    with LocalEngine("tests.runtime.open_rank:OpenRank", memory_per_device_bytes=2 << 30) as engine:
+        engine.start(range(config.cluster.devices))
+        with StruckSession.open(config, run_id=f"adapted{next(_run_ids)}", engine=engine) as session:
+            session._owns_engine = True  # workers come and go with the plan
+            if strike is not None:
+                session.strike = strike
+            drive(session, lambda _, metrics: result.metrics.append(metrics))
+            for name in ("actor.training", "critic.training"):
+                result.state[name] = read_whole_state(session, engine, name)
+            session.finish()
+    result.metrics = read_records(os.fspath(run_dir / "metrics.jsonl"))
+    result.tokens = [metrics["rollouts_digest"] for metrics in result.metrics]
+    result.decisions = read_records(os.fspath(run_dir / "decisions.jsonl"))
+    result.transitions = read_records(os.fspath(run_dir / "transitions.jsonl"))
+    assert [metrics["step"] for metrics in result.metrics] == list(range(config.steps))
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Deaths, "take_wait_s", lambda *_: 0.05)
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """The run on one plan that all others are held against."""
+    folder = tmp_path_factory.mktemp("fixed")
+    return train(folder / "run", plan=uniform_plan(STAGES, 1, 1, 1), adapt={"enabled": False})
+
+
+def test_devices_go_and_come_back(fixed: Adapted, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", drift={"devices": [[0, 2], [3, 1], [6, 2]]})
+    assert_same(run, fixed)
+    assert [line["outcome"] for line in run.transitions if line["step"] == 3] == ["committed"]
+    urgent = next(decision for decision in run.decisions if decision["step"] == 3)
+    assert urgent["verdict"] == "urgent" and "devices that are gone" in urgent["reason"]
+    assert run.metrics[3]["devices_present"] == [0]
+    assert {d for stage in run.metrics[4]["plan"].values() for d in stage["devices"]} == {0}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_that_dies_in_mid_step(method: str, fixed: Adapted, tmp_path: Path) -> None:
+    """Before any update the step begins anew from live copies, or else from the last commit; nothing is lost."""
+    struck = []
+
+    def strike(session: Session, step: int, name: str) -> None:
+        if step == 4 and name == method and not struck:
+            struck.append(step)
+            os.kill(session.worker_pids()[1], signal.SIGKILL)
+
+    assert_same(train(tmp_path / "run", strike), fixed)
+    assert struck

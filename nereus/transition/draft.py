@@ -33,8 +33,8 @@ class Draft:
 
     def final(self, resource_edges: Sequence[str] = (), lost: Collection[int] = ()) -> Primitive:
         """Return the primitive, which also waits for `resource_edges`; nothing is left on `lost` devices."""
-        devices = {device for unit in self.frees for device in unit.devices}.difference(lost)
-        devices.update(device for unit in (*self.reads, *self.makes) for device in unit.devices)
+        devices = set[int]().union(*(unit.devices for unit in self.frees)).difference(lost)
+        devices.update(*(unit.devices for unit in (*self.reads, *self.makes)))
         return Primitive(
             id=self.id,
             kind=self.kind,

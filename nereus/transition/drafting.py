@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from nereus.emu import Emu
 from nereus.layout import Layout
@@ -24,6 +24,7 @@ class Drafting:
         self._memory, self._stages = memory, stages
         self._fills: dict[tuple[Hashable, ...], tuple[list[Reservation], int, list[int]]] = {}
         self._peaks: dict[tuple[str, int | None, int | None], int] = {}
+        self._sending: dict[tuple[Hashable, ...], tuple[dict[int, Reservation], int, tuple[int, ...]]] = {}
 
     def beside(
         self, stage: StageState, index: int, without: Collection[int] = (), *, apart: bool = False
@@ -49,6 +50,9 @@ class Drafting:
                 return None
             reads = (source.unit,)
         draft = Draft(transfer.kind, stage.name, reads=reads, makes=transfer.makes, transport="direct")
+        if reads is not trained and len(transfer.makes) == 1:
+            self._fill_one(stage, draft)
+            return draft, source
         self._fill(stage, draft)
         if reads is trained:
             self._take_over(stage, draft, near)
@@ -85,21 +89,53 @@ class Drafting:
 
     def _fill(self, stage: StageState, draft: Draft) -> None:
         """Add to a draft what its new units need on their devices: what they hold, and buffers for what comes."""
-        ranks = _ranks(draft.reads)
-        first = draft.reads[0] if draft.reads else None
-        source = None if first is None else (first.model_stage, first.layout)
+        ranks, source = _ranks(draft.reads), _source_of(draft.reads)
         for unit in draft.makes:
-            # Units on devices with the same old ranks need the same: on a large cluster they are few kinds.
-            old_ranks = tuple(map(ranks.get, unit.devices))
-            key = (stage.name, source, draft.kind == "restore", old_ranks)
-            if key not in self._fills:
-                self._fills[key] = self._fill_of(stage, source, old_ranks, is_restore=draft.kind == "restore")
-            reservations, num_bytes, shared = self._fills[key]
+            fill = self._fill_for(stage, source, unit, ranks, is_restore=draft.kind == "restore")
+            reservations, num_bytes, shared = fill
             draft.bytes += num_bytes
             draft.memory.update(zip(unit.devices, reservations, strict=True))
             for rank in shared:
                 del draft.memory[unit.devices[rank]]
                 draft.shares += (unit.devices[rank],)
+
+    def _fill_for(
+        self,
+        stage: StageState,
+        source: tuple[str, Layout] | None,
+        unit: Emu,
+        ranks: Mapping[int, int],
+        *,
+        is_restore: bool,
+    ) -> tuple[list[Reservation], int, list[int]]:
+        """Return `_fill_of` a unit; those on devices with the same old ranks need the same, and they are few kinds."""
+        old_ranks = tuple(map(ranks.get, unit.devices))
+        key = (stage.name, source, is_restore, old_ranks)
+        if key not in self._fills:
+            self._fills[key] = self._fill_of(stage, source, old_ranks, is_restore=is_restore)
+        return self._fills[key]
+
+    def _fill_one(self, stage: StageState, draft: Draft) -> None:
+        """Do `_fill` and `_add_send_buffers` for one new unit; where it only reads on its own devices, as last time."""
+        devices, first = draft.makes[0].devices, draft.reads[0]
+        ranks = _ranks(draft.reads)
+        old_ranks = tuple(map(ranks.get, devices))
+        if len(devices) - old_ranks.count(None) != len(ranks):
+            self._fill(stage, draft)
+            self._add_send_buffers(draft)
+            return
+        key = (stage.name, first.model_stage, first.layout, old_ranks)
+        known = self._sending.get(key)
+        if known is None:
+            self._fill(stage, draft)
+            self._add_send_buffers(draft)
+            place = {device: number for number, device in enumerate(devices)}
+            memory = {place[device]: reservation for device, reservation in draft.memory.items()}
+            self._sending[key] = memory, draft.bytes, tuple(place[device] for device in draft.shares)
+            return
+        memory, draft.bytes, shares = known
+        draft.memory = {devices[number]: reservation for number, reservation in memory.items()}
+        draft.shares = tuple(devices[number] for number in shares)
 
     def _take_over(self, stage: StageState, draft: Draft, near: tuple[Emu, ...]) -> None:
         """Let new units that are filled from elsewhere still keep the tensors of old ones of their own as they are."""
@@ -168,11 +204,17 @@ class Drafting:
 
     def _lacks(self, stage: StageState, transfer: Transfer, reads: tuple[Emu, ...]) -> int:
         """Return the bytes that would come from elsewhere if some units filled a transfer."""
-        draft = Draft(transfer.kind, stage.name, reads=reads, makes=transfer.makes)
-        self._fill(stage, draft)
-        return draft.bytes
+        ranks, source = _ranks(reads), _source_of(reads)
+        return sum(self._fill_for(stage, source, unit, ranks, is_restore=False)[1] for unit in transfer.makes)
+
+
+def _source_of(reads: Sequence[Emu]) -> tuple[str, Layout] | None:
+    return (reads[0].model_stage, reads[0].layout) if reads else None
 
 
 def _ranks(units: Collection[Emu]) -> dict[int, int]:
     """Return by device its rank."""
+    if len(units) == 1:
+        (unit,) = units
+        return dict(zip(unit.devices, range(len(unit.devices)), strict=True))
     return {device: rank for unit in units for rank, device in enumerate(unit.devices)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from nereus.layout import Layout
 from nereus.plan import Plan, StagePlan, stage_of
@@ -16,7 +16,7 @@ from nereus.transition.durations import durations
 from nereus.transition.local import GENERATION, stage_changes
 from nereus.transition.memory import TransitionMemory, format_bytes, resident_bytes
 from nereus.transition.order import SerialOrder
-from nereus.transition.primitives import Reservation, TransitionGraph
+from nereus.transition.primitives import TransitionGraph
 from nereus.transition.resource_edges import find_resource_edges
 from nereus.transition.shorten import shorten
 from nereus.transition.speeds import Speeds
@@ -95,12 +95,17 @@ def assign_devices(
 ) -> Plan:
     """Return the target with each model-stage's devices in the order that moves least, as far as its steps then fit."""
     stages: dict[str, StagePlan] = {}
+    known: dict[tuple[Any, ...], tuple[int, ...]] = {}  # model-stages often lie on the same devices
     for name, stage in target.items():
-        old = current[name]
+        old, spec = current[name], memory.specs[name]
         live = [replica for replica in old.replicas if not lost or set(lost).isdisjoint(replica)]
         if live:
-            old = replace(old, dp=len(live), devices=tuple(device for replica in live for device in replica))
-            stages[name] = assign_ranks(old, stage, memory.specs[name], node_of)
+            if len(live) < old.dp:
+                old = replace(old, dp=len(live), devices=tuple(device for replica in live for device in replica))
+            key = (spec, old.layout, old.devices, stage.layout, stage.devices)
+            if key not in known:
+                known[key] = assign_ranks(old, stage, spec, node_of).devices
+            stages[name] = stage if known[key] == stage.devices else replace(stage, devices=known[key])
     best = Plan.of({**dict(target.items()), **stages})
     if best == target or memory.takes(best):
         return best
@@ -232,7 +237,8 @@ def _after_commit(stage: StageState) -> Draft | None:
         return None
     draft = Draft("destroy", stage.name, id=stage.next_id("destroy"), after_commit=True)
     draft.frees = tuple(stage.change.old[number] for number in left)
-    draft.memory = {d: Reservation(0, -num_bytes) for n in left for d, num_bytes in stage.freed_by(n)}
+    for number in left:
+        draft.memory.update(stage.memory_of_end(number))
     return draft
 
 

@@ -41,11 +41,10 @@ def find_resource_edges(serial: Iterable[Reserving], free_bytes: Mapping[int, in
     pools = {device: _Pool(free_bytes[device]) for device, total in demand.items() if total > free_bytes[device]}
     found: dict[str, list[str]] = {}
     for reserving in serial if pools else ():
-        own = [(pools[device], peak, held) for device, (peak, held) in reserving.memory.items() if device in pools]
+        own = [(pools[device], *bytes_of) for device, bytes_of in reserving.memory.items() if device in pools]
         known, edges = set(reserving.depends_on), list[str]()
         for pool, peak, _ in own:
-            if peak > pool.free:
-                more = pool.must_wait_for(peak, known)
+            if peak > pool.free and (more := pool.must_wait_for(peak, known)):
                 edges += more
                 known.update(more)
         if edges:
@@ -78,22 +77,30 @@ class _Pool:
 
     def must_wait_for(self, amount: int, known: set[str]) -> list[str]:
         """Return who else must be waited for, the oldest first, by one that asks for bytes and waits for `known`."""
-        amount -= max(0, self.free)
-        amount -= sum(given for source, given in self.given.items() if source in known)
-        more = []
+        if self.free > 0:
+            amount -= self.free
+        for source in known.intersection(self.given):
+            amount -= self.given[source]
+        more: list[str] = []
+        if amount <= 0:
+            return more
         for source, given in self.given.items():
-            if amount > 0 and source not in known:
+            if source not in known:
                 more.append(source)
                 amount -= given
-        assert amount <= 0, "the serial order has room for every reservation"
-        return more
+                if amount <= 0:
+                    return more
+        raise AssertionError("the serial order has room for every reservation")
 
     def draw(self, amount: int, known: set[str]) -> None:
         """Take bytes of those waited for anyway; what is free from the start is left to those who needn't wait."""
-        for source in [source for source in self.given if source in known] if self.given else ():
-            taken = min(amount, self.given[source])
-            amount -= taken
-            self.given[source] -= taken
-            if not self.given[source]:
-                del self.given[source]
+        given = self.given
+        if given and not known.isdisjoint(given):
+            for source in [source for source in given if source in known]:
+                left = given[source] - amount
+                if left > 0:
+                    given[source] = left
+                    return
+                del given[source]
+                amount = -left
         self.free -= amount

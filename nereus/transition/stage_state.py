@@ -55,10 +55,8 @@ class StageState:
         self._place_of = {d: (n, rank) for n, unit in enumerate(self.change.old) for rank, d in enumerate(unit.devices)}
         self._kept_at = {device: unit for unit in self.change.kept for device in unit.devices}
         self._numbers = {id(unit): number for number, unit in enumerate(self.change.old)}
-
-    @property
-    def name(self) -> str:
-        return self.change.model_stage
+        self._freed = [Reservation(0, -num_bytes) for num_bytes in self.held_old]
+        self.name = self.change.model_stage
 
     def number_at(self, device: int) -> int | None:
         """Return the number of the live old unit that has tensors of its own on a device."""
@@ -79,6 +77,14 @@ class StageState:
         for rank, device in enumerate(self.change.old[number].devices):
             if device not in self.passed:
                 yield device, self.held_old[rank]
+
+    def memory_of_end(self, number: int) -> dict[int, Reservation]:
+        """Return the same as a primitive's memory."""
+        memory = dict(zip(self.change.old[number].devices, self._freed, strict=True))
+        if self.passed:
+            for device in self.passed.intersection(memory):
+                del memory[device]
+        return memory
 
     def is_live(self, unit: Emu) -> bool:
         number = self._numbers.get(id(unit))
@@ -110,7 +116,7 @@ class StageState:
     def destroy(self, number: int) -> Draft:
         """Return the primitive that frees an old unit; it counts as freed from now on."""
         draft = Draft("destroy", self.name, frees=(self.change.old[number],))
-        draft.memory = {device: Reservation(0, -num_bytes) for device, num_bytes in self.freed_by(number)}
+        draft.memory = self.memory_of_end(number)
         self.end(draft.frees, draft)
         return draft
 

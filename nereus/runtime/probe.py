@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import statistics
 import time
 import uuid
@@ -16,11 +18,13 @@ from nereus.runtime.probe_compute import ComputeOrder, ComputeSpeeds
 from nereus.runtime.probe_work import ProbeOrder, ProbeResult
 from nereus.transition.assign import one_node
 from nereus.transition.speeds import Speeds
+from storage.small_files import list_names, remove_files, remove_folder
 from storage.urls import join_url
 
 # Storage that hangs is given up after this long; then the transition is priced with what it did until then.
 STORAGE_LIMIT_S = 2.0
 _LEAST_BYTES_S = 1e3
+_FOLDER = re.compile(r"probe-[0-9a-f]{32}-\d+")
 
 
 def measure_speeds(
@@ -51,10 +55,24 @@ def measure_speeds(
         for device in ranks
     }
     kwargs = {device: {"order": order} for device, order in orders.items()}
+    _remove_leftovers(staging_root)
     begun = time.perf_counter()
-    results = list(run_command(engine, "probe", kwargs, label="probe", step=None).values())
+    try:
+        results = list(run_command(engine, "probe", kwargs, label="probe", step=None).values())
+    except BaseException:
+        _remove_leftovers(staging_root)
+        raise
     passed_s = time.perf_counter() - begun
     return combine(results, command_s=max(0.0, passed_s - max(result.seconds for result in results)))
+
+
+def _remove_leftovers(staging_root: str) -> None:
+    """Remove what probes have left whose worker was killed; what the store doesn't let go stays till the next one."""
+    with contextlib.suppress(Exception):  # every store has errors of its own
+        for name in filter(_FOLDER.fullmatch, list_names(staging_root)):
+            folder = join_url(staging_root, name)
+            remove_files([join_url(folder, file) for file in list_names(folder)])
+            remove_folder(folder)
 
 
 def measure_machine(

@@ -23,6 +23,19 @@ T = TypeVar("T")
 WORKER_MOMENTS = ("generation", "training", "weight sync", "shard write", "restore")
 DRIVER_MOMENTS = ("manifest write", "journal record", "retention", "start", "metrics")
 MOMENTS = WORKER_MOMENTS + DRIVER_MOMENTS
+# Work of the driver while the plan changes, in this order.
+TRANSITION_MOMENTS = (
+    "planning",
+    "preparation",
+    "primitive",
+    "verification",
+    "transition record",
+    "putting in force",
+    "adoption",
+    "release",
+    "discarding",
+    "transition line",
+)
 VICTIMS = ("worker", "driver", "both")
 PHASES = ("before", "middle", "after")
 
@@ -34,7 +47,7 @@ class Doom:
     """One kill.
 
     Attributes:
-        moment: one of MOMENTS.
+        moment: one of MOMENTS or TRANSITION_MOMENTS.
         phase: one of PHASES.
         count: how often its process must have come to the moment, from 1.
         nth: in the middle: how many small parts of the work are done before.

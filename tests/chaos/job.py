@@ -24,12 +24,27 @@ from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.run_dir import RunDir
 from nereus.runtime.session import Session
+from nereus.runtime.transition import Transition
 from nereus.staged_state import STAGED, staged_shapes
 from storage import exclusive, records, retention
 from storage.journal import FencedOff, Journal
 from storage.owner import Owner
-from tests.chaos.doom import Doom, Reaper, wrap
+from tests.chaos.doom import TRANSITION_MOMENTS, Doom, Reaper, wrap
 from tests.runtime.steps import run_step
+
+# What the driver does at each of TRANSITION_MOMENTS.
+TRANSITION_CALLS = (
+    (Session, "_plan_move"),
+    (Transition, "_prepare"),
+    (Transition, "run_primitive"),
+    (Transition, "_verify"),
+    (Session, "_journal_transition"),
+    (Transition, "_put_in_force"),
+    (Session, "_adopt"),
+    (Session, "_leave_unused"),
+    (Transition, "discard_sets"),
+    (RunDir, "append_transition"),
+)
 
 
 def main(spec_path: str) -> int:
@@ -51,7 +66,11 @@ def main(spec_path: str) -> int:
 def run(config: RunConfig, reaper: Reaper, *, resume_from: str | None, state_path: str) -> None:
     """Run all steps that are left, each committed, and write what live memory holds in the end."""
     with reaper.around("start", lambda: Session.open(config, run_id="amber", resume_from=resume_from)) as session:
-        for step in session.steps:
+        while (step := session.next_step) < config.steps:
+            if session.transition_due(step):
+                session.begin_transition(step)
+                session.run_transition()
+                continue
             run_step(session, step)
             session.stage_state(step)
         np.savez(state_path, **read_live(session))
@@ -98,6 +117,8 @@ def mark_driver(reaper: Reaper) -> None:
     wrap(Journal, "append", is_moment("journal record"))
     wrap(staging_module, "retire", is_moment("retention"))
     wrap(RunDir, "append_metrics", is_moment("metrics"))
+    for (owner, name), moment in zip(TRANSITION_CALLS, TRANSITION_MOMENTS, strict=True):
+        wrap(owner, name, is_moment(moment))
     mark_parts(reaper)
 
 

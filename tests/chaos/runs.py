@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,10 @@ TREE: dict[str, Any] = {
 }
 KEEP = TREE["staging"]["keep"]
 # What a run directory holds beside staged state.
-_OTHER_FILES = re.compile(r"run\.yaml|journal/\d{8}\.json|metrics\.jsonl(/\d{8}\.json)?|final/[\w.-]+")
+_OTHER_FILES = re.compile(r"run\.yaml|journal/\d{8}\.json|(metrics|transitions)\.jsonl(/\d{8}\.json)?|final/[\w.-]+")
 
 Plan = Mapping[str, Mapping[str, Any]]
+Schedule = Sequence[Sequence[Any]]  # of [step, plan]
 Make = Callable[..., "ChaosRun"]
 
 
@@ -96,11 +97,20 @@ class ChaosRun:
             TAG: self._tag,
         }
 
-    def start(self, plan: Plan, doom: Doom | None = None) -> subprocess.Popen[str]:
-        """Start a driver on a plan, on as many devices as it names; it resumes if there is something to go on with."""
-        devices = 1 + max(device for entry in plan.values() for device in entry["devices"])
+    def start(
+        self, plan: Plan | Schedule, doom: Doom | None = None, changes: Mapping[str, Any] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a driver on a plan, on as many devices as it names; it resumes if there is something to go on with.
+
+        Args:
+            plan: one, or a schedule of some.
+            changes: of the config.
+        """
+        plans: list[Plan] = [plan] if isinstance(plan, Mapping) else [part for _, part in plan]
+        devices = 1 + max(device for part in plans for entry in part.values() for device in entry["devices"])
         tree = {
             **TREE,
+            **(changes or {}),
             "precision": self.precision,
             "run_dir": self.run_dir,
             "plan": plan,
@@ -130,9 +140,11 @@ class ChaosRun:
             raise AssertionError(f"a driver did not end within {limit_s:g} s:\n{said}") from None
         return Launch(process.returncode, said, process.report.exists())  # type: ignore[attr-defined]
 
-    def launch(self, plan: Plan, doom: Doom | None = None) -> Launch:
-        """Run one driver to its end, and wait until none of its processes is left."""
-        launch = self.end(self.start(plan, doom))
+    def launch(
+        self, plan: Plan | Schedule, doom: Doom | None = None, changes: Mapping[str, Any] | None = None
+    ) -> Launch:
+        """Run one driver to its end, and wait until none of its processes is left; arguments as of `start`."""
+        launch = self.end(self.start(plan, doom, changes))
         self.wait_until_alone()
         check_end(launch, doom)
         return launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +72,29 @@ class StruckRuns:
             silent_after_s=silent_after_s,
         )
 
-    def run(self, run_dir: Path, scenario: Scenario, doom: PointDoom | None) -> Struck:
-        """Run a job whose plan changes once, with a doom from the change on."""
+    def run(
+        self,
+        run_dir: Path,
+        scenario: Scenario,
+        doom: PointDoom | None,
+        prepare: Callable[[Session], None] = lambda session: None,
+    ) -> Struck:
+        """Run a job whose plan changes once, with a doom from the change on.
+
+        Args:
+            prepare: is called with the open session.
+        """
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Deaths, "take_wait_s", lambda *_: 0.05)
             if scenario.dear_links:
                 patched.setattr(nereus.runtime.elastic_steps, "measure_speeds", lambda *_, **__: slow_links())
-            result = self._run(run_dir, scenario, doom)
+            result = self._run(run_dir, scenario, doom, prepare)
         self._check_nothing_left(run_dir)
         return result
 
-    def _run(self, run_dir: Path, scenario: Scenario, doom: PointDoom | None) -> Struck:
+    def _run(
+        self, run_dir: Path, scenario: Scenario, doom: PointDoom | None, prepare: Callable[[Session], None]
+    ) -> Struck:
         config = build_config(scenario.config(os.fspath(run_dir)))
         self._take_workers(prepare_job(config).plan.devices)
         unmet: list[str] = []
@@ -91,6 +103,7 @@ class StruckRuns:
         self.points.slow_down(scenario.shard_s)
         with Session.open(config, run_id=f"struck{next(_run_ids)}", engine=self.engine) as session:
             session.job = scenario.tighten(session.job)
+            prepare(session)
             with owning(session):
                 while (step := session.next_step) < config.steps:
                     if session.transition_due(step):

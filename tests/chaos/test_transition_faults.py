@@ -11,11 +11,14 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
+from nereus.runtime import shard_queue
+from nereus.runtime.session import Session
 from tests.chaos.points import PointDoom
 from tests.chaos.scenarios import SCENARIOS
 from tests.chaos.struck import Struck, StruckRuns, assert_same, run_undisturbed
@@ -25,6 +28,7 @@ NUM_KILLS = int(os.environ.get("NEREUS_CHAOS", "0"))
 MEETINGS = 2
 # What a commit does beside the transition: when it comes to its points isn't settled.
 BESIDE = "write_shard"
+SILENT_AFTER_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,79 @@ def test_a_worker_that_is_struck_leaves_no_trace(
     assert run.is_met and run.outcomes == outcomes
     assert all(line["reason"] for line in run.lines if line["outcome"] != "committed")
     assert_same(run, base)
+
+
+class DeafJournal:
+    """Takes no record of some outcomes, as a store that is full."""
+
+    def __init__(self, *outcomes: str) -> None:
+        self.outcomes, self.asked = outcomes, list[str]()
+
+    def cover(self, session: Session) -> None:
+        write = session._journal_transition
+
+        def refuse(body: dict[str, Any]) -> None:
+            self.asked.append(body["outcome"])
+            if body["outcome"] in self.outcomes:
+                raise OSError("no space left")
+            write(body)
+
+        session._journal_transition = refuse  # type: ignore[method-assign]
+
+
+@pytest.mark.skipif(NUM_KILLS > 0, reason="the other tests cover what is long")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("deaf_to", "doom", "outcomes", "asked"),
+    [
+        (["committed"], None, "rolled_back, rolled_back", [*["committed"] * 3, "rolled_back"] * 2),
+        (
+            ["rolled_back"],
+            fail("sum_up>unit summed#2", 1),
+            "rolled_back, committed",
+            [*["rolled_back"] * 3, "committed"],
+        ),
+    ],
+    ids=["the commit", "the way back"],
+)
+def test_a_journal_that_takes_no_record_ends_no_job(
+    deaf_to: list[str],
+    doom: PointDoom | None,
+    outcomes: str,
+    asked: list[str],
+    runs: StruckRuns,
+    base: Struck,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(shard_queue, "_RETRY_WAIT_S", 0.0)
+    journal = DeafJournal(*deaf_to)
+    run = runs.run(tmp_path / "run", SCENARIOS["split"], doom, journal.cover)
+    assert (run.outcomes, journal.asked) == (outcomes, asked)
+    assert_same(run, base)
+
+
+# A stopped worker
+
+STOPS = [
+    ("split", "begin_transition>connects#3", 0, "recovered, committed"),
+    ("from a commit", "run restore>fed#1", 1, "rolled_back, committed"),
+    ("move", "free destroy>dissolved#2", 1, "recovered"),
+    ("move", "exit>begins#1", 0, "committed"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_stopped_worker_is_found_by_its_heartbeat(base: Struck, tmp_path: Path):
+    runs = StruckRuns(tmp_path / "dooms", silent_after_s=SILENT_AFTER_S)
+    with runs.engine:
+        for number, (name, point, device, outcomes) in enumerate(STOPS):
+            run = runs.run(tmp_path / f"run-{number}", SCENARIOS[name], PointDoom(point, device, "stop"))
+            assert run.is_met and run.outcomes == outcomes, (name, point, run.outcomes)
+            reasons = [line["reason"] for line in run.lines if line["outcome"] != "committed"]
+            assert all(f"silent for {SILENT_AFTER_S:g} s" in reason for reason in reasons), reasons
+            assert_same(run, base)
 
 
 # The long form

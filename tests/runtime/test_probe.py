@@ -70,6 +70,15 @@ def test_the_slowest_device_counts(tmp_path: Path) -> None:
     assert kind.peak_flops["float32"] == pytest.approx(1e7) and kind.memory_bandwidth_bytes_s == pytest.approx(1e6)
 
 
+def test_what_a_killed_probe_has_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    left, other = tmp_path / f"probe-{'0a' * 16}-3", tmp_path / "probe-of-mine"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "0.json").write_text("{}")
+    assert_usable(measure(tmp_path, [0]))
+    assert os.listdir(tmp_path) == [other.name]
+
+
 def test_slow_links_show(tmp_path: Path) -> None:
     speeds = measure(tmp_path, [0, 1], "tests.runtime.slow_links:SlowLinks")
     message = 4 * 2**20

@@ -1,6 +1,6 @@
 """A worker that is struck in the midst of a transition: the job goes on, and comes to what the undisturbed one does.
 
-A handful of points for every test run; `NEREUS_CHAOS=60` takes all kinds of points that its scenarios come to.
+A handful of points for every test run; `NEREUS_CHAOS=60` takes so many, of all kinds that its scenarios come to.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +21,12 @@ from rich.table import Table
 
 from nereus.runtime import shard_queue
 from nereus.runtime.session import Session
+from nereus.runtime.transition import Transition
 from tests.chaos.points import PointDoom
-from tests.chaos.scenarios import SCENARIOS
+from tests.chaos.scenarios import CHANGE, SCENARIOS
 from tests.chaos.struck import Struck, StruckRuns, assert_same, run_undisturbed
 
 NUM_KILLS = int(os.environ.get("NEREUS_CHAOS", "0"))
-# So often each kind of point is met in the long form.
-MEETINGS = 2
 # What a commit does beside the transition: when it comes to its points isn't settled.
 BESIDE = "write_shard"
 SILENT_AFTER_S = 5.0
@@ -66,7 +67,7 @@ HANDFUL = [
 
 
 @pytest.mark.skipif(NUM_KILLS > 0, reason="the long form covers it")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "doom", "outcomes"), HANDFUL, ids=[f"{name}: {doom}" for name, doom, _ in HANDFUL])
 def test_a_worker_that_is_struck_leaves_no_trace(
     name: str, doom: PointDoom, outcomes: str, runs: StruckRuns, base: Struck, tmp_path: Path
@@ -74,6 +75,29 @@ def test_a_worker_that_is_struck_leaves_no_trace(
     run = runs.run(tmp_path / "run", SCENARIOS[name], doom)
     assert run.is_met and run.outcomes == outcomes
     assert all(line["reason"] for line in run.lines if line["outcome"] != "committed")
+    assert_same(run, base)
+
+
+@pytest.mark.skipif(NUM_KILLS > 0, reason="the other tests cover what is long")
+@pytest.mark.timeout(300)
+def test_a_worker_that_died_before_the_transition_is_missed(runs: StruckRuns, base: Struck, tmp_path: Path):
+    """One that is started in its place holds nothing."""
+
+    def prepare(session: Session) -> None:
+        begin = session.begin_transition
+
+        def kill_and_begin(step: int) -> Transition:
+            if step == CHANGE:
+                os.kill(session.worker_pids()[1], signal.SIGKILL)
+                while 1 in session.worker_pids():
+                    time.sleep(0.01)
+            return begin(step)
+
+        session.begin_transition = kill_and_begin  # type: ignore[method-assign]
+
+    run = runs.run(tmp_path / "run", SCENARIOS["merge"], None, prepare)
+    assert run.outcomes == "recovered, committed"
+    assert "device 1 was lost before the transition of step 2" in run.lines[0]["reason"]
     assert_same(run, base)
 
 
@@ -96,7 +120,7 @@ class DeafJournal:
 
 
 @pytest.mark.skipif(NUM_KILLS > 0, reason="the other tests cover what is long")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("deaf_to", "doom", "outcomes", "asked"),
     [
@@ -188,13 +212,14 @@ def test_kills_at_all_kinds_of_points(
 
 
 def choose(found: dict[str, list[tuple[str, PointDoom]]], rng: random.Random) -> list[tuple[str, PointDoom]]:
-    """Return for each kind of point some to strike at: in different scenarios where there are, early and late."""
-    chosen = []
+    """Return one point of each kind, then more until there are enough: in other scenarios where there are."""
+    left = {}
     for label in sorted(found):
         names = list(dict.fromkeys(name for name, _ in found[label]))
-        for name in rng.sample(names, min(MEETINGS, len(names))):
-            chosen.append(rng.choice([pair for pair in found[label] if pair[0] == name]))
-    return chosen
+        left[label] = [(label, name) for name in rng.sample(names, len(names))]
+    order = [pairs[turn] for turn in range(len(SCENARIOS)) for pairs in left.values() if turn < len(pairs)]
+    wanted = max(NUM_KILLS, len(left))
+    return [rng.choice([pair for pair in found[label] if pair[0] == name]) for label, name in order[:wanted]]
 
 
 def print_table(kills: Counter[tuple[str, str, str]]) -> None:

@@ -26,7 +26,7 @@ STAGE_COLORS = {
     "inference": SKY,
     "training": AMBER,
     "weight_sync": TEAL,
-    "transition": VERMILION,
+    "transition": "#8c1d40",  # far darker than the stages below it
     "staging": VIOLET,
     "orchestration": "#c3c9d1",
 }

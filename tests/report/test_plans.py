@@ -20,10 +20,11 @@ def line(step: int, total: float, current: float, initial: float | None, **more)
 
 def test_the_first_plan_would_have_taken_what_was_measured_times_the_predicted_ratio():
     history = [line(0, 2.0, 1.0, 1.0), line(1, 2.5, 2.0, 3.0), line(2, 1.5, 1.0, 1.0, devices_present=[0]),
-               line(3, 3.5, 2.0, None), line(4, 2.5, 1.0, 2.0), line(5, 9.0, None, 1.0)]  # fmt: skip
+               line(3, 3.5, 2.0, None), line(4, 2.5, 1.0, 2.0), line(5, 9.0, None, 1.0),
+               line(6, 1.0, 1.0, None)]  # fmt: skip
     compared = compare_with_first_plan(history)
     assert compared is not None
-    assert compared.first_plan_s == (2.0, pytest.approx(3.0), None, None, pytest.approx(4.0), None)
+    assert compared.first_plan_s == (2.0, pytest.approx(3.0), None, None, pytest.approx(4.0), None, None)
     assert (compared.steps, compared.measured_s, compared.total_s) == ((0, 1, 4), 7.0, pytest.approx(9.0))
     assert (compared.outgrown_at, compared.without_devices) == (3, (2,))
     text = describe_first_plan(compared)

@@ -34,11 +34,14 @@ def test_devices_that_come_are_told_from_those_that_come_back():
     def line(step: int, devices: list[int]) -> dict:
         return {"step": step, "devices_present": devices, "plan": {}, "seconds": {"total": 1.0}}
 
-    entries, _ = tell_story([line(i, d) for i, d in enumerate(([0, 1], [1], [0, 1, 2], [0, 1, 2], [2, 3]))])
+    present = [0, 1], [1], [0, 1, 2], [0, 1, 2], [2, 3], [1, 2], [1, 2, 3]
+    entries, _ = tell_story([line(step, devices) for step, devices in enumerate(present)])
     assert [entry.text for entry in entries if entry.kind == "devices"] == [
         "Device 0 left: 1 device now.",
         "Devices 0, 2 came: 3 devices now.",
         "Devices 0-1 left and device 3 came: 2 devices now.",
+        "Device 3 left and device 1 came back: 2 devices now.",
+        "Device 3 came back: 3 devices now.",
     ]
 
 

@@ -28,6 +28,9 @@ from nereus.runtime.waiting import AbortFlag, CommunicatorAborted, CommunicatorE
 
 __all__ = ["AbortFlag", "Communicator", "CommunicatorAborted", "CommunicatorError", "Pending"]
 
+_SHARED_MESSAGE_BYTES = 4 << 20
+_MESSAGE_BYTES = 16 << 20
+
 
 class Pending:
     """A transfer that was started; its tensor must be left alone until `wait` returns."""
@@ -135,6 +138,11 @@ class Communicator:
             watch.close()
             raise
         return cls(rank, size, group, watch)
+
+    @property
+    def message_bytes(self) -> int:
+        """The size of many messages that is quickest: on shared memory those in flight stay in the cache."""
+        return _SHARED_MESSAGE_BYTES if isinstance(self._group, _SharedGroup) else _MESSAGE_BYTES
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> None:
         """Reduce a contiguous tensor in place over all ranks, on the CPU in rank order and so bitwise reproducibly.

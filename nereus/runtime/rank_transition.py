@@ -18,7 +18,7 @@ import torch
 
 from nereus.emu import Emu
 from nereus.layout import Copy
-from nereus.limits import RESTORE_BUFFER_BYTES, SYNC_BUCKET_BYTES
+from nereus.limits import RESTORE_BUFFER_BYTES
 from nereus.model.spec import ModelSpec, tensors
 from nereus.plan import stage_of
 from nereus.runtime.communicator import Communicator, CommunicatorAborted
@@ -183,7 +183,7 @@ class RankTransition:
         """Copy, send and receive what belongs to a chunk; return the bytes received."""
         attempt, dtype = self._now, self._units.dtype_of(work.model_stage)
         assert attempt.transfer is not None
-        most_bytes = min(SYNC_BUCKET_BYTES, TRANSFER_BUFFER_BYTES // (ROUNDS_IN_FLIGHT * work.peers))
+        most_bytes = min(attempt.transfer.message_bytes, TRANSFER_BUFFER_BYTES // (ROUNDS_IN_FLIGHT * work.peers))
         exchange = plan_exchange(
             work.copies.get(chunk, ()),
             attempt.devices,

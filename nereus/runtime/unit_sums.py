@@ -91,10 +91,10 @@ def _bytes_of(tensor: Tensor) -> Any:
 def _hash(part: Any, seed: int, buffer: np.ndarray) -> int:
     """Return the xxh3_64 of some bytes [rows, bytes of a row], row by row."""
     if isinstance(part, np.ndarray) and part.flags.c_contiguous:
-        return xxhash.xxh3_64_intdigest(part, seed)
+        return xxhash.xxh3_64_intdigest(part, seed)  # type: ignore[arg-type]
     digest = xxhash.xxh3_64(seed=seed)
     for block in _blocks(part, buffer):
-        digest.update(block)
+        digest.update(block)  # type: ignore[arg-type]
     return digest.intdigest()
 
 

@@ -114,7 +114,7 @@ class HeldTensors:
     def find(self, part: TensorSlice) -> Tensor:
         """Return a view of exactly `part`, whose name may have a prefix; this rank must hold it."""
         name = base_name(part.name)
-        return self._stores[part.name.removesuffix(name)].find(TensorSlice(name, part.starts, part.sizes))
+        return self._stores[part.name.removesuffix(name)].find_at(name, part.starts, part.sizes)
 
     @torch.no_grad()
     def fill(self, source: WeightSource) -> None:

@@ -35,9 +35,20 @@ class SliceStore:
 
     def find(self, part: TensorSlice) -> Tensor:
         """Return a view of exactly `part`, which this rank must hold."""
-        view = self._views.get(part.name)
-        assert view is not None and view.slice.intersect(part) == part, f"{part} is not held here"
-        return view.of(self._tensors[view.parameter])[part.within(view.slice)]
+        return self.find_at(part.name, part.starts, part.sizes)
+
+    def find_at(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return the same for a slice by its parts; thousands are asked for in the midst of a transition."""
+        view = self._views.get(name)
+        assert view is not None, f"{name} is not held here"
+        held, found = view.slice, self._tensors[view.parameter]
+        for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            base = start - held.starts[dim]
+            assert base >= 0 and base + size <= held.sizes[dim], f"{name} at {starts}, {sizes} is not held here"
+            offset = view.start if dim == 0 else 0  # a view is some rows of a parameter
+            if size != found.shape[dim]:
+                found = found.narrow(dim, offset + base, size)
+        return found
 
 
 class WeightSync:

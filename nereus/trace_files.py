@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from nereus.config import DeviceFile, DeviceTrace, resolve_path
 from nereus.traces import Pool, read_devices_csv, read_spot_trace, sample_pools
-from storage.errors import describe_error, hide_credentials, refuse_credentials
+from storage.errors import hide_credentials, refuse_credentials
 from storage.small_files import read_file
+from storage.writable import describe_access
 
 TRACES_VARIABLE = "NEREUS_TRACES"
 _FIELD = "drift.devices"
@@ -54,7 +55,7 @@ def read_text(place: str) -> str:
     try:
         return read_file(place).decode()
     except Exception as error:  # every store has errors of its own
-        raise ValueError(f"trace {hide_credentials(place)} can't be read: {describe_error(error)}.") from None
+        raise ValueError(f"trace {hide_credentials(place)} can't be read {describe_access(error)}.") from None
 
 
 def read_device_trace(
@@ -86,7 +87,7 @@ def read_device_trace(
         if count > num_devices:
             raise ValueError(
                 f"{_FIELD}: {found[1]} has {count} devices at step {step}, but cluster.devices is {num_devices}; raise "
-                f"it, or set drift.devices.max."
+                f"it, or cut them with {_FIELD}={{file: {file.file}, max: {num_devices}}}."
             )
     return trace
 

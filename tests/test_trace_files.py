@@ -58,7 +58,7 @@ def test_a_spot_trace(trace: str):
         (
             "t.csv",
             "seconds,available\n0,3\n",
-            "has 3 devices at step 0, but cluster.devices is 2; raise it, or set drift",
+            "has 3 devices at step 0, but cluster.devices is 2; raise it, or cut",
         ),
         ("t.csv", b"\xff\xfe", "drift.devices: trace "),
     ],

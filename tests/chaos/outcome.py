@@ -17,7 +17,7 @@ from storage.state_reader import StateReader
 from storage.urls import join_url
 
 # What says how a step was executed, not what it came to.
-EXECUTION = ("seconds", "peak_memory_bytes", "predicted_s", "plan")
+EXECUTION = ("seconds", "peak_memory_bytes", "predicted_s", "devices_present", "warnings", "plan")
 
 
 @dataclass(frozen=True)

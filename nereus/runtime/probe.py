@@ -121,7 +121,7 @@ def combine(results: Sequence[ProbeResult], *, command_s: float) -> Speeds:
 
     The slowest device counts, since it decides when a transition is done; storage is shared by all of them.
     """
-    copy, pack, verify = (_slowest([getattr(r, part) for r in results]) for part in ("copy", "pack", "verify"))
+    copy, verify = (_slowest([getattr(r, part) for r in results]) for part in ("copy", "verify"))
     one_way = [r.one_way for r in results if r.one_way is not None]
     both_ways = [r.both_ways for r in results if r.both_ways is not None]
     near = _slowest(one_way) if one_way else copy
@@ -135,8 +135,6 @@ def combine(results: Sequence[ProbeResult], *, command_s: float) -> Speeds:
         read=_shared([r.storage.read for r in results]),
         copy_bytes_s=copy.bandwidth_bytes_s,
         setup_s=max(r.setup_s for r in results),
-        pack_bytes_s=pack.bandwidth_bytes_s,
-        unpack_bytes_s=copy.bandwidth_bytes_s,
         verify_bytes_s=verify.bandwidth_bytes_s,
         verify_piece_s=verify.latency_s,
         command_s=command_s,

@@ -67,7 +67,7 @@ def sum_pieces(held: Mapping[str, Mapping[str, Tensor]], spec: ModelSpec, layout
     Args:
         held: by prefix of staged state, then by parameter: contiguous tensors of 1 or 2 dimensions.
     """
-    sums, buffer = {}, np.empty(_HASH_BLOCK_BYTES, dtype=np.uint8)
+    sums, buffer = {}, hash_buffer()
     for prefix, parameters in held.items():
         all_bytes: dict[str, Any] = {}
         for view, pieces in _pieces(spec, layout, rank):
@@ -82,9 +82,23 @@ def sum_pieces(held: Mapping[str, Mapping[str, Tensor]], spec: ModelSpec, layout
     return sums
 
 
+def hash_piece(part: Tensor, seed: int, buffer: np.ndarray) -> int:
+    """Return the checksum of a piece as `sum_pieces` computes it, of 1 or 2 dimensions; its rows may lie apart.
+
+    Args:
+        buffer: of `hash_buffer`.
+    """
+    return _hash(_bytes_of(part), seed, buffer)
+
+
+def hash_buffer() -> np.ndarray:
+    """Return room for what has to be laid side by side to be hashed."""
+    return np.empty(_HASH_BLOCK_BYTES, dtype=np.uint8)
+
+
 def _bytes_of(tensor: Tensor) -> Any:
     """Return a tensor as bytes [rows, bytes of a row]: an array where it lies in the host's memory, else a tensor."""
-    rows = tensor.detach().view(len(tensor), -1).view(torch.uint8)
+    rows = (tensor if tensor.dim() == 2 else tensor.view(len(tensor), -1)).view(torch.uint8)
     return rows.numpy() if rows.device.type == "cpu" else rows
 
 

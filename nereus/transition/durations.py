@@ -63,7 +63,6 @@ def _near_seconds(loads: _Loads, senders: list[int], speeds: Speeds) -> float:
     at_once, one_way = np.minimum(sent, received), np.abs(sent - received)
     both, near = speeds.near_both or speeds.near, speeds.near
     seconds = at_once / both.bandwidth_bytes_s + one_way / near.bandwidth_bytes_s
-    seconds += sent / speeds.pack_bytes_s + received / speeds.unpack_bytes_s
     return near.latency_s + float(seconds.max())
 
 

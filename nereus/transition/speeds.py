@@ -15,10 +15,9 @@ class Speeds:
 
     Attributes:
         node_of: by device id.
-        near: of a device to others of its node; `far`: of a node to all others; `write`, `read`: of a node to storage.
+        near: of a device to new memory of another one on its node, packing and laying down included.
+        far: of a node to all others; `write`, `read`: of a node to storage.
         near_both: as `near`, each way, while a device sends and receives at once; None: just as fast.
-        pack_bytes_s, unpack_bytes_s: of a device that collects slices into buckets to send, and lays received ones down
-            in new memory, where links don't include that.
         copy_bytes_s: inside a device.
         setup_s: of a communicator, for each message that its set-up is long.
         verify_bytes_s: of a device that sums up its state, which takes `verify_piece_s` more for each piece.
@@ -36,8 +35,6 @@ class Speeds:
     verify_bytes_s: float = float("inf")
     commit_s: float = 0.0
     near_both: Link | None = None
-    pack_bytes_s: float = float("inf")
-    unpack_bytes_s: float = float("inf")
     verify_piece_s: float = 0.0
     command_s: float = 0.0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from nereus.runtime.communicator import Communicator, Pending
@@ -19,13 +21,15 @@ class SlowLinks(Rank):
     """The real worker on a slow network."""
 
     def probe(self, order: ProbeOrder) -> ProbeResult:
-        send = Communicator.send
+        send = Communicator.send_parts
 
-        def slow(communicator: Communicator, tensor: Tensor, dst: int, tag: int = 0) -> Pending:
+        def slow(
+            communicator: Communicator, parts: Sequence[Tensor], dtype: torch.dtype, dst: int, tag: int = 0
+        ) -> Pending:
             time.sleep(SEND_S)
-            return send(communicator, tensor, dst, tag)
+            return send(communicator, parts, dtype, dst, tag)
 
-        with patch.object(Communicator, "send", slow):
+        with patch.object(Communicator, "send_parts", slow):
             return super().probe(order)
 
 

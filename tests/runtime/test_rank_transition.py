@@ -180,9 +180,16 @@ def memory_for_precision(memory: Any, current: Plan, target: Plan, room: int) ->
 
 
 @pytest.mark.parametrize(
-    ("transport", "precision"), [("direct", "float64"), ("staged", "bfloat16"), ("auto", "bfloat16")]
+    ("transport", "precision", "seed"),
+    [
+        ("auto", "bfloat16", 0),
+        pytest.param("direct", "float64", 0, marks=pytest.mark.long),
+        pytest.param("staged", "bfloat16", 0, marks=pytest.mark.long),
+        pytest.param("direct", "float64", 1, marks=pytest.mark.long),
+        pytest.param("staged", "bfloat16", 1, marks=pytest.mark.long),
+        pytest.param("auto", "bfloat16", 1, marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize("seed", range(2))
 def test_random_plans_are_reached(
     engine: LocalEngine, tmp_path: Path, seed: int, transport: str, precision: str
 ) -> None:
@@ -218,8 +225,8 @@ def policy_version(job: Job) -> int:
     return job.run("describe_force", [device])[device]["actor.training"][1]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_the_way_back_from_anywhere(engine: LocalEngine, tmp_path: Path, seed: int, precision: str) -> None:
     rng = random.Random(100 + seed)
     transport = rng.choice(["direct", "staged", "auto"])
@@ -244,7 +251,10 @@ def test_the_way_back_from_anywhere(engine: LocalEngine, tmp_path: Path, seed: i
         job.check(updates=0)
 
 
-@pytest.mark.parametrize(("transport", "room"), [("direct", 10**7), ("direct", 0), ("staged", 10**7)])
+@pytest.mark.parametrize(
+    ("transport", "room"),
+    [("direct", 0), *(pytest.param(way, 10**7, marks=pytest.mark.long) for way in ("direct", "staged"))],
+)
 def test_tensors_in_place_are_taken_over(engine: LocalEngine, tmp_path: Path, transport: str, room: int) -> None:
     """tp 2 moves by one device: device 1 keeps the very tensors, those of its compute copy too, on every transport."""
     one, two = (Plan.of({name: stage(1, 2, 1, first=first) for name in NAMES}) for first in (0, 1))

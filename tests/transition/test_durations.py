@@ -1,4 +1,4 @@
-"""What the parts of a price count: two ways at once, packing, commands, and pieces of checksums."""
+"""What the parts of a price count: two ways at once, commands, and pieces of checksums."""
 
 from dataclasses import replace
 
@@ -21,14 +21,6 @@ def test_two_ways_at_once_share_a_link():
     assert slow > 1.7 * fast
     graph, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "direct")
     assert durations(graph, memory, half) == durations(graph, memory, SLOW)
-
-
-def test_packing_and_laying_down_come_on_top():
-    graph, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "direct")
-    (extend,) = graph.primitives
-    state = float(memory.wanted(TRAINING, Layout())[0])
-    slower = replace(SLOW, pack_bytes_s=5e5, unpack_bytes_s=2.5e5)  # the receiver is the one that takes longer
-    assert durations(graph, memory, slower)[extend.id] == pytest.approx(1e-3 + state / 1e6 + state / 2.5e5)
 
 
 def test_every_command_counts():

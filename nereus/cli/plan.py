@@ -91,7 +91,7 @@ def _setting_of_run(recipe: str, overrides: list[str], devices: int | None) -> t
     """Return the setting of a run config: this machine, with responses as long as they may get."""
     from nereus.cluster import local_cluster
     from nereus.config import load_config
-    from nereus.cost.efficiency import CONSERVATIVE
+    from nereus.cost.efficiency import first_guess
     from nereus.cost.load import StepLoad
     from nereus.cost.step import JobSpec
     from nereus.planner import Setting
@@ -116,7 +116,7 @@ def _setting_of_run(recipe: str, overrides: list[str], devices: int | None) -> t
         f"{rollout.max_response_tokens} tokens (the longest allowed) a step, {config.precision}, speeds guessed"
     )
     job.check_positions()
-    return Setting.of(job, cluster, CONSERVATIVE), title
+    return Setting.of(job, cluster, first_guess(accelerator=cluster.kind.accelerator)), title
 
 
 def _specs_of_run(config: "RunConfig") -> dict[str, "ModelSpec"]:

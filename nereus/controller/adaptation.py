@@ -13,6 +13,7 @@ from nereus.controller.monitor import Signals, describe_cap
 from nereus.cost.calibration import Calibration
 from nereus.cost.load import StepLoad
 from nereus.cost.operations import Operations
+from nereus.cost.step import combine_tasks
 from nereus.plan import Plan
 
 # A threshold is crossed by what is known within it: so many standard deviations hold 95% of all errors.
@@ -48,6 +49,7 @@ class Adaptation:
         cap_tokens: the length cap, for the warning about responses that sit at it.
         prompt_margin_tokens: by how much the longest prompt is longer than the mean one of `load`.
         first_memory_factor: what predicted peaks are multiplied by before one was measured; None: as is prudent.
+        cluster: the devices there are, as of the last boundary.
         warnings: (step, text) of what no plan can mend.
     """
 
@@ -58,10 +60,10 @@ class Adaptation:
     cap_tokens: int | None = None
     prompt_margin_tokens: float = 0.0
     first_memory_factor: float | None = None
+    cluster: Cluster | None = None
     warnings: list[tuple[int, str]] = field(default_factory=list)
     _free_bytes: float | None = None
     _previous_longest: float | None = None
-    _cluster: Cluster | None = None
 
     def decide(self, step: int, around: Surroundings) -> Decision | None:
         """Decide at the boundary before a step what it runs on; see `Controller.decide`.
@@ -73,7 +75,7 @@ class Adaptation:
 
     def boundary(self, step: int, around: Surroundings) -> Boundary:
         """Return a boundary as the controller sees it."""
-        self._cluster = around.cluster
+        self.cluster = around.cluster
         known = self._previous_longest is not None
         efficiencies, doubt = self.calibration.efficiencies(), self.calibration.uncertainty()
         most = self.controller.settings.thresholds.efficiency
@@ -107,7 +109,7 @@ class Adaptation:
 
     def learn(self, outcome: StepOutcome) -> None:
         """Take in what a step came to; one that was broken off says what its memory was, and little else."""
-        assert self._cluster is not None
+        assert self.cluster is not None
         plan, load = self.controller.plan, self._load_of(outcome)
         if outcome.completed:
             self.controller.note_step(outcome.step, outcome.seconds)
@@ -116,7 +118,7 @@ class Adaptation:
         for equal in outcome.equal_work_s:
             self.calibration.devices.observe(equal)
         if outcome.stages_s:
-            for key, operations in self.predictor.operations(plan, load, self._cluster).items():
+            for key, operations in self.predictor.operations(plan, load, self.cluster).items():
                 name = key.split("/")[0]
                 devices = plan[name].devices if name in plan else ()
                 seconds, classes_s = outcome.stages_s.get(key, 0.0), outcome.classes_s.get(key, {})
@@ -124,6 +126,9 @@ class Adaptation:
                     self.calibration.observe(outcome.step, operations.only([one]), spent, devices)
                 rest_s = seconds - sum(classes_s.values())
                 self.calibration.observe(outcome.step, operations.without(classes_s), rest_s, devices)
+            if outcome.completed:
+                known_s = sum(combine_tasks(plan, outcome.stages_s).values())
+                self.calibration.observe_rest(outcome.seconds - known_s)
         self._learn_memory(outcome, plan, load)
 
     def _load_of(self, outcome: StepOutcome) -> StepLoad:
@@ -145,13 +150,13 @@ class Adaptation:
     def _learn_memory(self, outcome: StepOutcome, plan: Plan, load: StepLoad) -> None:
         if not outcome.peak_bytes:
             return
-        assert self._cluster is not None
+        assert self.cluster is not None
         predicted = self.predictor.peaks(plan, load)
         # All devices say nearly the same; the fullest one is what matters, one measurement a step.
         fullest = max(outcome.peak_bytes, key=lambda device: outcome.peak_bytes[device])
         if fullest in predicted:
             self.calibration.memory.observe(predicted[fullest], outcome.peak_bytes[fullest])
-        capacities = self._cluster.capacities
+        capacities = self.cluster.capacities
         free = [capacities[d] - peak for d, peak in outcome.peak_bytes.items() if d in capacities]
         self._free_bytes = float(min(free, default=0.0))
 

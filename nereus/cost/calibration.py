@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ NOISE = 0.03
 # Measurements count half as much after so many steps, and leave after WINDOW_STEPS: hardware changes.
 HALF_LIFE_STEPS = 8
 WINDOW_STEPS = 24
+# What a step takes beside its tasks is the median of so many newest ones.
+_KEPT_RESTS = 9
 
 _NUM = len(CLASSES)
 _IN_DEVICE = np.array([name in COMPUTE_CLASSES for name in CLASSES] * 2 + [True])
@@ -62,6 +65,11 @@ class Calibration:
         self._is_stale = False
         self.devices = DeviceFactors(guess.device_factor)
         self.memory = MemoryFactor()
+        self._rest_s: list[float] = [guess.step_s] if guess.step_s else []
+
+    def observe_rest(self, seconds: float) -> None:
+        """Take in the seconds of a step that none of its tasks accounts for."""
+        self._rest_s = [*self._rest_s, max(0.0, seconds)][-_KEPT_RESTS:]
 
     def observe(self, step: int, operations: Operations, seconds: float, devices: Sequence[int] = ()) -> None:
         """Take in the measured seconds of some operations (scalars) that ran on `devices` in step `step`.
@@ -83,6 +91,7 @@ class Calibration:
             latency_s=dict(zip(CLASSES, numbers[_NUM : 2 * _NUM].tolist(), strict=True)),
             host_s=float(numbers[-1]),
             device_factor=self.devices.factors(),
+            step_s=median(self._rest_s) if self._rest_s else 0.0,
         )
 
     def uncertainty(self) -> dict[str, float]:
@@ -114,6 +123,7 @@ class Calibration:
             "observations": [one.to_record() for one in self._observations],
             "devices": self.devices.to_record(),
             "memory": self.memory.to_record(),
+            "rest_s": list(self._rest_s),
         }
 
     @classmethod
@@ -125,6 +135,7 @@ class Calibration:
         self._observations = [Observation.from_record(one) for one in record["observations"]]
         self.devices = DeviceFactors.from_record(record["devices"])
         self.memory = MemoryFactor.from_record(record["memory"])
+        self._rest_s = list(record["rest_s"])
         return self
 
 

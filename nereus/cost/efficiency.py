@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,14 +26,16 @@ CLASSES = (
 class Efficiencies:
     """Share of the peak by class (0 to 1), latency of one operation by class, and overheads.
 
-    `host_s` is what the host adds to a micro-batch or a decoding pass. `device_factor` says of devices that aren't
-    like the others how many times longer they take (2.0: half as fast); devices it doesn't name have 1.
+    `host_s` is what the host adds to a micro-batch or a decoding pass (on a CPU: to a command or an update).
+    `device_factor` says of devices that aren't like the others how many times longer they take (2.0: half as fast);
+    devices it doesn't name have 1. `step_s` are seconds of a step in which no device works.
     """
 
     efficiency: Mapping[str, float] = field(hash=False)
     latency_s: Mapping[str, float] = field(hash=False)
     host_s: float
     device_factor: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    step_s: float = 0.0
 
     def __post_init__(self) -> None:
         for what, numbers in (("efficiency", self.efficiency), ("latency_s", self.latency_s)):
@@ -55,7 +57,7 @@ class Efficiencies:
 
     def with_changes(self, **changes: float) -> Efficiencies:
         """Return the same with the efficiency of some classes changed, as in `with_changes(gemm=0.52)`."""
-        return Efficiencies({**self.efficiency, **changes}, self.latency_s, self.host_s, self.device_factor)
+        return replace(self, efficiency={**self.efficiency, **changes})
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -63,12 +65,13 @@ class Efficiencies:
             "latency_s": dict(self.latency_s),
             "host_s": self.host_s,
             "device_factor": {str(device): factor for device, factor in self.device_factor.items()},
+            "step_s": self.step_s,
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Efficiencies:
         factors = {int(device): factor for device, factor in record["device_factor"].items()}
-        return cls(record["efficiency"], record["latency_s"], record["host_s"], factors)
+        return cls(record["efficiency"], record["latency_s"], record["host_s"], factors, record["step_s"])
 
 
 # What the controller starts from: lower than what well-tuned kernels reach, so that a first plan is no disappointment.
@@ -105,6 +108,30 @@ CONSERVATIVE = Efficiencies(
     ),
     host_s=4e-3,
 )
+
+# The same where devices are slots of a CPU: what one small model's step took on two server cores. A message waits for a
+# peer that shares the machine with whatever else runs there.
+CONSERVATIVE_CPU = Efficiencies(
+    efficiency=MappingProxyType({**CONSERVATIVE.efficiency, "gemm": 0.5, "decode": 0.3, "attention": 0.5}),
+    latency_s=MappingProxyType(
+        {
+            **CONSERVATIVE.latency_s,
+            "gemm": 200e-6,
+            "decode": 300e-6,
+            "all_reduce": 100e-6,
+            "p2p": 300e-6,
+            "all_gather": 100e-6,
+            "dp_sync": 500e-6,
+            "weight_sync": 1e-3,
+        }
+    ),
+    host_s=6e-3,
+)
+
+
+def first_guess(*, accelerator: bool) -> Efficiencies:
+    """Return what is believed before anything was measured, of accelerators or of slots of a CPU."""
+    return CONSERVATIVE if accelerator else CONSERVATIVE_CPU
 
 
 # What public measurements of single kernels and links on H100 machines reach, for comparison with published step times.

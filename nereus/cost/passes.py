@@ -97,11 +97,18 @@ def forward_operations(
     attention: 4 FLOPs a (query, key) pair and query element, pairs of the causal half only.
     all_reduce: two tensors [tokens, hidden] a layer (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     p2p: one tensor [tokens, hidden] from stage to stage.
+
+    The latency of gemm is paid for each layer: on a CPU it's what the operations of a layer take however few tokens
+    there are.
     """
     message = load.tokens * spec.hidden * rates.element_bytes
     is_split, is_piped = (options.tp > 1).astype(np.float64), (options.pp > 1).astype(np.float64)
     return Operations(
-        count={"all_reduce": 2.0 * shape.layers * ring_steps(options.tp), "p2p": is_piped},
+        count={
+            "gemm": shape.layers,
+            "all_reduce": 2.0 * shape.layers * ring_steps(options.tp),
+            "p2p": is_piped,
+        },
         work_s={
             "gemm": layers_s(spec, sizes, shape, load, rates) + head_s(sizes, shape, load, rates),
             "attention": 4.0 * shape.layers * load.pairs * sizes.query * rates.flop_s,
@@ -117,9 +124,14 @@ def layers_s(spec: ModelSpec, sizes: ModelSizes, shape: StageShape, load: PassLo
     A layer: two norms (read and write hidden), two residual sums (read two, write one), rotation (read and write
     queries, keys and values), the gate (read two, write one).
     """
-    between = 10.0 * spec.hidden + 2.0 * sizes.qkv + 3.0 * sizes.intermediate
-    each = 2.0 * sizes.layer_elements * rates.flop_s + between * (rates.element_bytes * rates.byte_s)
-    return shape.layers * load.tokens * each
+    products = shape.layers * load.tokens * 2.0 * sizes.layer_elements * rates.flop_s
+    return products + _between_s(spec, sizes, shape, load, rates)
+
+
+def _between_s(spec: ModelSpec, sizes: ModelSizes, shape: StageShape, load: PassLoad, rates: Rates) -> Array:
+    """Return the seconds of what passes between a forward pass's products in the layers; see `layers_s`."""
+    elements = 10.0 * spec.hidden + 2.0 * sizes.qkv + 3.0 * sizes.intermediate
+    return shape.layers * load.tokens * elements * (rates.element_bytes * rates.byte_s)
 
 
 def head_s(sizes: ModelSizes, shape: StageShape, load: PassLoad, rates: Rates) -> Array:
@@ -135,7 +147,8 @@ def training_operations(
 
     The backward pass has twice the products of the forward one, attention 2.5 times; it sends and all-reduces as much.
     Recomputation repeats the forward pass of the layers. A head whose logits are too many to be kept computes them
-    again. Gradients are added to their buffer once a micro-batch: read and written in at least float32.
+    again. Gradients are added to their buffer once a micro-batch: read and written in at least float32. On a CPU, where
+    no kernels are fused, what passes between the products of a backward pass is three times the forward pass's.
     """
     forward = forward_operations(spec, options, sizes, shape, load, rates)
     again = options.recompute.astype(np.float64)
@@ -144,14 +157,16 @@ def training_operations(
     head_again = chunked * shape.head * (2.0 * sizes.head_elements * load.rows * rates.flop_s)
     elements = shape.layers * sizes.layer_elements + shape.head * sizes.head_elements
     accumulate = 2.0 * elements * rates.master_bytes * rates.byte_s
+    unfused = 0.0 if rates.kind.accelerator else _between_s(spec, sizes, shape, load, rates)
     work = forward.work_s
     return Operations(
         count={
+            "gemm": (3.0 + again) * forward.count["gemm"],
             "all_reduce": (2.0 + again) * forward.count["all_reduce"],
             "p2p": 2.0 * forward.count["p2p"],
         },
         work_s={
-            "gemm": 3.0 * work["gemm"] + layers_again + head_again + accumulate,
+            "gemm": 3.0 * work["gemm"] + layers_again + head_again + accumulate + unfused,
             "attention": (1.0 + ATTENTION_BACKWARD + again) * work["attention"],
             "all_reduce": (2.0 + again) * work["all_reduce"],
             "p2p": 2.0 * work["p2p"],

@@ -23,6 +23,11 @@ from nereus.model.spec import ModelSpec
 # Bytes a parameter that an optimizer step moves, in units of a master element: gradient read; weight and two moments
 # read and written. The compute copy is written once more.
 _OPTIMIZER_MOVES = 7
+# On a CPU, drawing a token and taking it up costs so many times what the operations of a layer cost at the least.
+# Measured on a tiny model: 23 of 320 us.
+_CPU_LAYERS_A_DRAW = 0.07
+# Matrices of a pipeline stage with fewer bytes stay in a processor's cache from one decoding pass to the next.
+_CPU_CACHE_BYTES = 16 << 20
 
 
 def inference_operations(spec: ModelSpec, options: Options, load: StepLoad, rates: Rates) -> Operations:
@@ -40,8 +45,16 @@ def inference_operations(spec: ModelSpec, options: Options, load: StepLoad, rate
     return add_operations(
         forward_operations(spec, options, sizes, slow, one, rates).times(batches),
         forward_operations(spec, options, sizes, others, one, rates).times(is_piped),
-        Operations(host=batches),
+        _host_operations(rates, passes=batches),
     )
+
+
+def _host_operations(rates: Rates, *, passes: Array, commands: float = 1.0) -> Operations:
+    """Return what the host adds: to each pass where a device waits for it, else to each command and update alone.
+
+    Where the host is the device, the overhead of a pass is that of its layers' operations, counted with these.
+    """
+    return Operations(host=passes if rates.kind.accelerator else np.full_like(passes, commands))
 
 
 def training_phase_operations(
@@ -68,7 +81,7 @@ def training_phase_operations(
         steady.times(batches),
         filling,
         _update_operations(spec, options, sizes, slow, rates),
-        Operations(host=batches),
+        _host_operations(rates, passes=batches),
     )
     return update.times(float(load.minibatches * load.epochs))
 
@@ -112,7 +125,8 @@ def generation_operations(spec: ModelSpec, options: Options, load: StepLoad, rat
     """
     share = np.ceil(load.samples / options.dp)
     slots = np.minimum(options.micro_batch, share)
-    steps = share * load.response_tokens / slots + load.longest_tokens - load.response_tokens
+    # The first token of a response comes from its prompt's pass.
+    steps = share * (load.response_tokens - 1.0) / slots + load.longest_tokens - load.response_tokens
     waves = np.minimum(options.pp, slots)
     sizes = ModelSizes.of(spec, options)
     slow = slowest_stage(spec, options, sizes, head_tokens=1.0)
@@ -121,9 +135,11 @@ def generation_operations(spec: ModelSpec, options: Options, load: StepLoad, rat
     gaps = options.pp / waves
     tokens = share * load.response_tokens
     elements = slow.layers * sizes.layer_elements + slow.head * sizes.head_elements
-    products = np.maximum(
-        passes * elements * rates.element_bytes * rates.byte_s, 2.0 * elements * tokens * rates.flop_s
-    )
+    reading = passes * elements * rates.element_bytes * rates.byte_s
+    multiplying = 2.0 * elements * tokens * rates.flop_s
+    if not rates.kind.accelerator:
+        reading = np.where(elements * rates.element_bytes < _CPU_CACHE_BYTES, 0.0, reading)
+    products = np.maximum(reading, multiplying)
     keys = _cached_tokens(spec, load) * share * slow.layers * sizes.kv * rates.element_bytes * rates.byte_s
     # Logits are written, and drawn from in float64.
     draws = slow.head * tokens * sizes.vocab * (rates.element_bytes + 8.0) * rates.byte_s
@@ -131,6 +147,7 @@ def generation_operations(spec: ModelSpec, options: Options, load: StepLoad, rat
     is_split, is_piped = (options.tp > 1).astype(np.float64), (options.pp > 1).astype(np.float64)
     decode = Operations(
         count={
+            "decode": slow.layers * passes + (0.0 if rates.kind.accelerator else _CPU_LAYERS_A_DRAW * tokens),
             "all_reduce": 2.0 * slow.layers * passes * ring_steps(options.tp),
             "all_gather": 2.0 * passes * ring_steps(options.tp),
             "p2p": 2.0 * is_piped * passes,
@@ -140,9 +157,10 @@ def generation_operations(spec: ModelSpec, options: Options, load: StepLoad, rat
             "all_reduce": is_split * 2.0 * slow.layers * message * rates.tensor_parallel_byte_s(options),
             "p2p": is_piped * message * rates.pipeline_byte_s(options),
         },
-        host=passes,
     )
-    return add_operations(decode.times(gaps), _prefill_operations(spec, options, sizes, slow, share, load, rates))
+    decode = add_operations(decode, _host_operations(rates, passes=passes, commands=0.0)).times(gaps)
+    refills = share / slots
+    return add_operations(decode, _prefill_operations(spec, options, sizes, slow, share, refills, load, rates))
 
 
 def _prefill_operations(
@@ -151,14 +169,16 @@ def _prefill_operations(
     sizes: ModelSizes,
     slow: StageShape,
     share: Array,
+    refills: Array,
     load: StepLoad,
     rates: Rates,
 ) -> Operations:
-    passes = np.ceil(share * load.prompt_tokens / PREFILL_TOKENS)
+    """Return the operations of the prompts' passes: as many as their tokens need, and one whenever slots are filled."""
+    passes = np.ceil(np.maximum(share * load.prompt_tokens / PREFILL_TOKENS, refills))
     each = share / passes
     one = PassLoad(each * load.prompt_tokens, each * load.prompt_tokens**2 / 2.0, each)
     forward = forward_operations(spec, options, sizes, slow, one, rates)
-    return add_operations(forward.times(passes), Operations(host=passes))
+    return add_operations(forward.times(passes), _host_operations(rates, passes=passes))
 
 
 def _cached_tokens(spec: ModelSpec, load: StepLoad) -> float:

@@ -63,7 +63,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Latency of a step in seconds: in all, by stage, and by (model-stage, phase) and class.
+    """Latency of a step in seconds: in all, with what no stage has, by stage, and by (model-stage, phase) and class.
 
     `model_stages_s` are keyed such as "actor.training/inference"; those of one stage may run at the same time, so
     they add up to more than the stage. `classes_s` has under the same keys the seconds by operation class and "host".
@@ -155,12 +155,18 @@ def estimate_step(plan: Plan, job: JobSpec, cluster: Cluster, efficiencies: Effi
         slowdown = efficiencies.slowdown(plan[name].devices) if name in plan else 1.0
         classes_s[key] = {cls: float(s) for cls, s in operations.seconds(efficiencies, slowdown).items()}
     seconds = {key: sum(classes.values()) for key, classes in classes_s.items()}
+    stages_s = combine_tasks(plan, seconds)
+    return StepCost(sum(stages_s.values()) + efficiencies.step_s, stages_s, seconds, classes_s)
+
+
+def combine_tasks(plan: Plan, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a step's stages from those of its tasks, keyed as in `step_operations`; see above."""
     devices = {name: frozenset(stage.devices) for name, stage in plan.items()}
     stages_s = {phase: _makespan(devices, seconds, phase) for phase in ("generation", "inference", "training")}
     stages_s["weight_sync"] = seconds.get("weight_sync", 0.0)
     hidden = stages_s["generation"] + stages_s["inference"]
     stages_s["staging"] = max(0.0, seconds.get("staging", 0.0) - hidden)
-    return StepCost(sum(stages_s.values()), stages_s, seconds, classes_s)
+    return stages_s
 
 
 def _makespan(devices: Mapping[str, Collection[int]], seconds: Mapping[str, float], phase: str) -> float:

@@ -259,7 +259,7 @@ class Fitter:
                 makespan_s([pick.seconds.get(phase) for pick in picks], waits_for)
                 for phase in ("generation", "inference", "training")
             )
-            total = max(generation + inference, staging_s) + training + sync_s
+            total = max(generation + inference, staging_s) + training + sync_s + self.setting.efficiencies.step_s
             if best is None or total < best[0]:
                 best = (total, picks)
         assert best is not None

@@ -14,7 +14,7 @@ from nereus.controller.decision import Boundary, Candidate
 from nereus.controller.monitor import Thresholds
 from nereus.controller.planning import CostPlanning, CostPredictor
 from nereus.cost.calibration import Calibration
-from nereus.cost.efficiency import Efficiencies
+from nereus.cost.efficiency import Efficiencies, first_guess
 from nereus.cost.load import StepLoad
 from nereus.cost.step import JobSpec
 from nereus.data import PromptTokens
@@ -80,6 +80,10 @@ class Frame:
     def planning(self) -> CostPlanning:
         return CappedPlanning(self.spec, self.cluster, self.micro_batch)
 
+    def calibration(self) -> Calibration:
+        """Return what is believed of the machines before a step was measured."""
+        return Calibration(first_guess(accelerator=self.cluster.kind.accelerator))
+
     def boundary(self, step: int, memory_tokens: float, devices: Sequence[int] | None = None) -> Boundary:
         """Return what is known before the first step: the devices (None: all) and lengths that are guesses.
 
@@ -91,7 +95,7 @@ class Frame:
 
     def begin(self, plan: Plan, config: RunConfig) -> Adaptation:
         """Return the control of a job that begins on a plan."""
-        return self._adaptation(Controller(plan, self.planning(), settings_of(config)), Calibration())
+        return self._adaptation(Controller(plan, self.planning(), settings_of(config)), self.calibration())
 
     def go_on(self, record: Mapping[str, Any], config: RunConfig) -> Adaptation:
         """Return the control of a job that goes on, from what its staged state keeps."""
@@ -109,6 +113,7 @@ class Frame:
             self.spec.load,
             cap_tokens=self.cap_tokens,
             prompt_margin_tokens=self.prompt_margin_tokens,
+            cluster=self.cluster,
             first_memory_factor=1.0,  # a plan that has passed the door isn't doubted before anything was measured
         )
 
@@ -153,7 +158,7 @@ def first_plan(frame: Frame, devices: Sequence[int] | None = None, *, may_grow: 
         may_grow: whether responses as long as the cap may be left to a later plan, where none fits them now; else they
             must fit from the start.
     """
-    planning, efficiencies, length = frame.planning(), Calibration().efficiencies(), float(frame.cap_tokens)
+    planning, efficiencies, length = frame.planning(), frame.calibration().efficiencies(), float(frame.cap_tokens)
     while length >= 1:
         found = planning.search(frame.boundary(0, length, devices), efficiencies, None)
         if found or not may_grow:

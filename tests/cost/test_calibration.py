@@ -165,3 +165,18 @@ def test_it_comes_back_from_json_as_it_was():
     for one in (calibration, again):
         run_step(one, 3, plan, truth, np.random.default_rng(5), classes=False)
     assert again.efficiencies().to_record() == calibration.efficiencies().to_record()
+
+
+def test_what_a_step_takes_beside_its_tasks_is_learned_and_kept():
+    calibration = Calibration()
+    assert calibration.efficiencies().step_s == 0.0
+    for seconds in (0.03, 0.02, 5.0, 0.03, -1e-9):
+        calibration.observe_rest(seconds)
+    again = Calibration.from_record(json.loads(json.dumps(calibration.to_record())))
+    for one in (calibration, again):
+        assert one.efficiencies().step_s == 0.03
+    job, plan = ppo_job(1000), random_plan(np.random.default_rng(0), 8)
+    with_rest, without = (
+        estimate_step(plan, job, CLUSTER, e) for e in (again.efficiencies(), Calibration().efficiencies())
+    )
+    assert with_rest.total_s == pytest.approx(without.total_s + 0.03) and with_rest.stages_s == without.stages_s

@@ -1,5 +1,7 @@
 """Formulas of the operation classes against numbers computed by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -175,12 +177,12 @@ def test_decoding_reads_weights_every_step_and_each_samples_past_once():
     spec = small_spec()
     load = StepLoad(32, 2, 100, 60, 80)
     ops = generation_operations(spec, Options.of(KIND, 4, 1, 1, 8), load, RATES).pick(0)
-    weights = 80 * (8 * LAYER + 1000 * 64) * 2
+    weights = 79 * (8 * LAYER + 1000 * 64) * 2
     variance = (20 / 1.645) ** 2
     past = 8 * (100 * 60 + (60**2 + variance) / 2) * 8 * 2 * 4 * 8 * 2
     draws = 8 * 60 * 1000 * (2 + 8)
     assert float(ops.work_s["decode"]) == pytest.approx((weights + past + draws) / 1.64e12)
-    assert float(ops.host) == 80 + 1  # and one prefill pass of 800 tokens
+    assert float(ops.host) == 79 + 1  # one prefill pass of 800 tokens draws the first token of each
 
 
 def test_fewer_slots_take_more_steps():
@@ -189,8 +191,49 @@ def test_fewer_slots_take_more_steps():
         float(generation_operations(spec, Options.of(KIND, 4, 1, 1, slots), load, RATES).pick(0).host)
         for slots in (8, 4)
     )
-    assert all_at_once == 81
-    assert half == 8 * 60 / 4 + 20 + 1
+    assert all_at_once == 79 + 1
+    assert half == 8 * 59 / 4 + 20 + 2  # four slots are filled twice
+
+
+CPU = replace(KIND, accelerator=False)
+CPU_RATES = Rates(CPU, "bfloat16")
+
+
+def test_on_a_cpu_a_pass_costs_what_its_layers_operations_cost():
+    """The host is the device: it pays for each layer of a pass, and beside them for each command and update."""
+    spec, load = small_spec(), StepLoad(32, 2, 100, 60, 80)
+    gpu, cpu = (
+        [
+            generation_operations(spec, Options.of(kind, 4, 1, 1, 4), load, rates).pick(0),
+            inference_operations(spec, Options.of(kind, 1, 1, 1, 4), load, rates).pick(0),
+            training_phase_operations(spec, Options.of(kind, 1, 1, 1, 4, True), load, rates).pick(0),
+        ]
+        for kind, rates in ((KIND, RATES), (CPU, CPU_RATES))
+    )
+    assert [float(ops.host) for ops in gpu] == [8 * 59 / 4 + 20 + 2, 8, 8]
+    assert [float(ops.host) for ops in cpu] == [1, 1, 2]
+    assert float(gpu[0].count["decode"]) == 8 * (8 * 59 / 4 + 20)
+    assert float(cpu[0].count["decode"]) == pytest.approx(float(gpu[0].count["decode"]) + 0.07 * 8 * 60)
+    assert float(cpu[1].count["gemm"]) == 8 * 8 and float(cpu[2].count["gemm"]) == 4 * 8 * 8
+
+
+def test_small_matrices_stay_in_a_cpus_cache():
+    load = StepLoad(4, 1, 10, 50, 50)
+    reading, cached = (
+        work(generation_operations(small_spec(), Options.of(kind, 1, 1, 1, 1), load, rates), "decode")
+        for kind, rates in ((KIND, RATES), (CPU, CPU_RATES))
+    )
+    weights = 4 * 49 * (8 * LAYER + 1000 * 64) * 2 / 1.64e12
+    products = 4 * 50 * 2 * (8 * LAYER + 1000 * 64) / 312e12
+    assert reading - cached == pytest.approx(weights - products)
+
+
+def test_backward_passes_on_a_cpu_move_more_between_their_products():
+    gpu, cpu = (
+        work(training_phase_operations(small_spec(), Options.of(kind, 1, 1, 1, 4), LOAD, rates), "gemm")
+        for kind, rates in ((KIND, RATES), (CPU, CPU_RATES))
+    )
+    assert cpu - gpu == pytest.approx(8 * 32 * 160 * BETWEEN * 2 / 1.64e12)
 
 
 def test_waves_of_a_pipeline_read_the_weights_as_often_as_one_device():

@@ -73,7 +73,7 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
             staged.update(session.newest_state)
         summary = session.finish()
         staged.update(summary["staged_state"], is_last=True)
-        publish_plots(history)
+        publish_plots(history, session.read_decisions(), session.read_transitions())
         return summary
 
 

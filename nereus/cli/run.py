@@ -76,8 +76,12 @@ def _with_mend(sentence: str, run_dir: str | None) -> str:
 def _tell_result(console: Console, run_dir: str, final: str) -> None:
     from nereus.report.html import read_metrics, write_report
     from nereus.report.summary import summarize
+    from nereus.terminal import show_plans
 
-    summary = summarize(read_metrics(run_dir))
+    history = read_metrics(run_dir)
+    summary = summarize(history)
+    if any(line.get("predicted_s") for line in history):
+        show_plans(console, history)
     console.print(
         f"\n{summary['steps']} steps in {summary['seconds']:.1f} s, {summary['tokens_per_s']:,.0f} tokens/s; "
         f"reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}, "

@@ -13,7 +13,7 @@ from typing import Any
 
 from nereus.controller.admission import ADMIT, Option, payback_steps, pick_urgent
 from nereus.controller.decision import Boundary, Candidate, Decision, NoPlanError, Planning
-from nereus.controller.monitor import MEMORY_VIOLATION, POOL, SCHEDULE, Monitor, Thresholds
+from nereus.controller.monitor import LOST, MEMORY_VIOLATION, POOL, SCHEDULE, Monitor, Thresholds
 from nereus.controller.reasons import explain
 from nereus.cost.efficiency import Efficiencies
 from nereus.plan import Plan, stage_of
@@ -78,7 +78,9 @@ class Controller:
             self._stay(boundary, refitted)
             return None
         if refitted is None:
-            triggers = tuple(dict.fromkeys((*triggers, MEMORY_VIOLATION if there else POOL)))
+            away = not set(self.plan.devices) <= set(boundary.cluster.device_ids)
+            cause = MEMORY_VIOLATION if there else POOL if away else LOST
+            triggers = tuple(dict.fromkeys((*triggers, cause)))
             return self._replan(boundary, efficiencies, triggers, None)
         if outgrows_memory(self.plan, refitted.plan):
             self._monitor.note_crossing(MEMORY_VIOLATION, boundary.step)

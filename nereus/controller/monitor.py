@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 POOL, MEMORY_VIOLATION, SCHEDULE = "devices", "memory violation", "every k steps"
+LOST = "lost state"  # of devices that are there again, empty
 LENGTH, FREE_MEMORY = "response length", "free memory"
 SPEED, EFFICIENCY = "speed of device", "efficiency of "
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nereus.controller.decision import Decision
-from nereus.controller.monitor import MEMORY_VIOLATION
+from nereus.controller.monitor import LOST, MEMORY_VIOLATION
 
 
 def explain(decision: Decision, policy: str, gamma: float) -> str:
@@ -13,8 +13,12 @@ def explain(decision: Decision, policy: str, gamma: float) -> str:
     cause = _join(decision.trigger)
     moved = f"the move takes {decision.price.seconds:.1f} s ({decision.price.transport})"
     if decision.verdict == "urgent":
-        what = "no longer fits memory" if MEMORY_VIOLATION in decision.trigger else "needs devices that are gone"
-        return f"The plan {what}, so the job moves to one of {decision.latency_candidate_s:.1f} s a step; {moved}."
+        what = "needs devices that are gone"
+        if MEMORY_VIOLATION in decision.trigger:
+            what = "no longer fits memory"
+        elif LOST in decision.trigger:
+            what = "has lost the state of a device"
+        return f"The plan {what}, so the job goes on with one of {decision.latency_candidate_s:.1f} s a step; {moved}."
     if decision.verdict == "keep":
         latency = decision.latency_candidate_s
         return f"After a change of {cause} the plan in force is still the best, {latency:.1f} s a step."

@@ -1,8 +1,6 @@
 """The steps of PPO under control: each boundary looks at devices, lengths and memory, and decides what comes next.
 
 decide -> transition where state has to move -> the step -> learn
-                                                 | a device is lost, or memory runs out
-                              make_ready -> decide: the step again, from its start or from the last commit
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutc
 from nereus.cost.memory import Workload
 from nereus.emu import emus_of
 from nereus.plan import Plan, stage_of
-from nereus.ppo.kl import KlController
 from nereus.runtime.control import Frame, first_plan
 from nereus.runtime.devices_there import Deadlines, DevicesThere, out_of_time
 from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.opening import OpenRun
-from nereus.runtime.state_check import StateAlarm, StateCheck
+from nereus.runtime.probe import measure_machine, measure_speeds
 from nereus.supply import Supply
 from nereus.transition.graph import InfeasibleTransition
 from nereus.transition.memory import TransitionMemory
@@ -34,8 +31,6 @@ from storage.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-# A step that is broken off is tried again, this often in all.
-MOST_TRIES = 4
 # A device of which less than this is left before its deadline is given up for what it holds.
 LEAST_NOTICE_S = 1.0
 
@@ -59,13 +54,7 @@ class AdaptiveSteps(ElasticSteps):
         self._devices: DevicesThere | None = None
         self._deadlines = Deadlines(run.run_dir.url, engine, lambda: self.plan.devices)
         self._decided: list[Decision] = []  # at the step that is about to begin
-        self._is_updating = False  # the step in flight has begun to change what is trained
-        self._tries: dict[int, int] = {}
-        self._moved_before: int | None = None  # the step before which the plan has changed last
-        self._alarmed: set[int] = set()
-        self._state_check = StateCheck(self.config.precision)
         self._alarms = Alarms(cap_tokens=self._frame.cap_tokens, precision=self.config.precision)
-        self._kl_before: KlController = self.kl
 
     @property
     def adapts(self) -> bool:
@@ -77,6 +66,9 @@ class AdaptiveSteps(ElasticSteps):
     def _begin_control(self) -> None:
         """Find out what there is, start its workers, and choose the plan to begin or to go on with."""
         record, first = self._recorded_control(), self._first_step()
+        if record is not None:
+            cap, precision = self._frame.cap_tokens, self.config.precision
+            self._alarms = Alarms.from_record(record["alarms"], cap_tokens=cap, precision=precision)
         total, trace = self.config.cluster.devices, self.job.device_trace
         self._devices = DevicesThere(self._opened.run_dir.url, total, trace, record and record["supply"])
         if not self._opened.is_new:
@@ -85,10 +77,27 @@ class AdaptiveSteps(ElasticSteps):
         if self._owns_engine:
             self._engine.start(supply.present if self.adapts else self.plan.devices)
         if self.adapts:
+            self._measure_machine(supply)
             self._begin_adapting(record, supply)
-            self._leave_unused()
+            if self._owns_engine:  # what was measured with leaves its memory behind
+                self._engine.release(supply.present)
+                self._engine.start(self.plan.devices)
         else:
             self._check_devices(supply)
+
+    def _measure_machine(self, supply: Supply) -> None:
+        """Put what this machine reaches in place of the nominal rates."""
+        devices, kind = supply.present, self.config.cluster.device
+        self._speeds = measure_speeds(self._engine, devices, self._opened.staging_root, device_type=kind)
+        machine = measure_machine(
+            self._engine,
+            devices,
+            self._speeds,
+            device_type=kind,
+            precision=self.config.precision,
+            memory_bytes=self._frame.cluster.kind.memory_bytes,
+        )
+        self._frame = self._frame.with_kind(replace(machine, accelerator=self._frame.cluster.kind.accelerator))
 
     def _begin_adapting(self, record: Mapping[str, Any] | None, supply: Supply) -> None:
         if record is None or "controller" not in record:
@@ -129,7 +138,7 @@ class AdaptiveSteps(ElasticSteps):
         state = super()._run_state(step)
         if self._devices is None:
             return state
-        control: dict[str, Any] = {"supply": self._devices.to_record()}
+        control: dict[str, Any] = {"supply": self._devices.to_record(), "alarms": self._alarms.to_record()}
         if self._adaptation is not None:
             assert self._initial is not None
             control |= {**self._adaptation.to_record(), "initial": self._initial.to_record()}
@@ -239,8 +248,6 @@ class AdaptiveSteps(ElasticSteps):
     def run_transition(self, submit: Any = None) -> dict[str, Any]:
         """Carry the begun transition out, or back; return its line of transitions.jsonl."""
         line = super().run_transition(submit)
-        if line["outcome"] != "rolled_back":
-            self._moved_before = self.next_step
         if self._adaptation is not None:
             if self._decided and line["outcome"] == "committed":
                 self._adaptation.controller.note_transition(line["seconds"])
@@ -252,7 +259,6 @@ class AdaptiveSteps(ElasticSteps):
 
     def generate(self, step: int) -> dict[str, Any]:
         """Draw the step's rollouts; then the lengths are known, and with them the memory that the rest of it takes."""
-        self._is_updating, self._kl_before = False, self.kl
         record = super().generate(step)
         if self._adaptation is not None:
             self._fit_to_lengths(step)
@@ -289,18 +295,8 @@ class AdaptiveSteps(ElasticSteps):
             if stage_of(name) != "generation":
                 self.plan = self.plan.with_stage(name, micro_batch=stage.micro_batch, recompute=stage.recompute)
 
-    def _before_update(self, model_stage: str) -> None:
-        self._is_updating = True
-        super()._before_update(model_stage)
-
     def _learn(self, outcome: StepOutcome, metrics: dict[str, Any]) -> None:
-        """Take in what a step came to, and add to its metrics what only control knows.
-
-        Raises:
-            StateAlarm: the plan has changed before this step, and its numbers say that the state isn't what it was.
-        """
-        self._state_check.check(metrics, is_first=self._moved_before == metrics["step"])
-        self._is_updating = False
+        """Take in what a step came to, and add to its metrics what only control knows."""
         metrics["warnings"] = self._alarms.look(metrics)
         for warning in metrics["warnings"]:
             logger.warning("step %d: %s", outcome.step, warning)
@@ -326,58 +322,3 @@ class AdaptiveSteps(ElasticSteps):
         boundary = Boundary(step, self._frame.cluster, load, length, memory_factor=self._adaptation.memory_factor)
         found = self._frame.planning().refit(boundary, self._adaptation.calibration.efficiencies(), plan)
         return None if found is None else found.latency_s
-
-    # A step that was broken off
-
-    def make_ready(self, step: int, error: Exception) -> dict[str, Any]:
-        """Make ready to do a step again that was broken off; what was lost is known at its next `decide`.
-
-        Raises:
-            CommandError: as it was, where the step can't be done again: nothing may change, it failed again and again,
-                or it was no loss of a device or of memory.
-        """
-        if isinstance(error, StateAlarm):
-            return self._distrust(step, error)
-        if self._adaptation is None:
-            raise error
-        self._tries[step] = self._tries.get(step, 0) + 1
-        is_memory = isinstance(error, MemoryShort) or (isinstance(error, CommandError) and error.out_of_memory)
-        dead = set(self.plan.devices) - set(self._engine.pids())
-        if self._tries[step] >= MOST_TRIES or not (dead or is_memory):
-            raise error
-        if isinstance(error, CommandError) and error.out_of_memory and error.device is not None:
-            self._learn_of_memory(step, error.device)
-        if self._engine.broken is not None:
-            self._engine.recover(step=step, may_shrink=True)
-            self._is_torn = True
-        self._lost = frozenset(self.plan.devices if self._is_updating else dead)
-        self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
-        logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))
-        return {"step": step, "lost": sorted(dead), "reason": str(error)}
-
-    def _distrust(self, step: int, error: StateAlarm) -> dict[str, Any]:
-        """Give up what is in memory, once for a step: the run goes on from its last commit."""
-        if step in self._alarmed:
-            raise error
-        self._alarmed.add(step)
-        self._lost, self._is_updating, self.kl, self._rollouts = (
-            frozenset(self.plan.devices), False, self._kl_before, None
-        )  # fmt: skip
-        logger.warning("%s; the run goes on from its last commit.", error)
-        return {"step": step, "lost": [], "reason": str(error)}
-
-    def _learn_of_memory(self, step: int, device: int) -> None:
-        """Take in that a device needed more than it has: whatever its peak would have been, it was above the cap."""
-        assert self._adaptation is not None
-        peak = {device: float(self.job.capacities[device])}
-        outcome = StepOutcome(step, 0.0, completed=False, peak_bytes=peak, out_of_memory=(device,))
-        if self._rollouts is not None:
-            lengths = self._rollouts.response_lengths
-            outcome = replace(
-                outcome,
-                response_tokens=sum(lengths) / len(lengths),
-                response_tokens_p95=float(max(lengths)),
-                response_tokens_longest=float(max(lengths)),
-            )
-        self._adaptation.controller.plan = self.plan
-        self._adaptation.learn(outcome)

@@ -16,18 +16,16 @@ from nereus.config import RunConfig
 from nereus.controller.decision import StepOutcome
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
-from nereus.runtime.adaptive_steps import AdaptiveSteps, MemoryShort, NoDevices, StateAlarm
-from nereus.runtime.engine import CommandError, Engine
+from nereus.runtime.adaptive_steps import NoDevices
+from nereus.runtime.engine import Engine
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.measure import collect_metrics, measure_step
 from nereus.runtime.opening import OpenRun, open_run
+from nereus.runtime.redone_steps import STEP_FAILURES, RedoneSteps
 from nereus.runtime.timing import StepClock
 from nereus.tracking import Trackers, open_trackers
 
 __all__ = ["STEP_FAILURES", "NoDevices", "Session", "find_session", "make_engine"]
-
-# What a step fails with that may be done again.
-STEP_FAILURES = (CommandError, MemoryShort, StateAlarm)
 
 _open_sessions: dict[str, Session] = {}
 
@@ -37,7 +35,7 @@ def find_session(run_id: str) -> Session:
     return _open_sessions[run_id]
 
 
-class Session(AdaptiveSteps):
+class Session(RedoneSteps):
     """Everything that a running job holds; a context manager, so that every way out frees the workers."""
 
     def __init__(self, run: OpenRun, *, engine: Engine | None = None) -> None:
@@ -145,7 +143,7 @@ class Session(AdaptiveSteps):
         )
         self.outcome = measure_step(
             step=step,
-            seconds=metrics["seconds"]["total"],
+            seconds=metrics["seconds"]["total"] - metrics["seconds"]["transition"],
             times=self._clock.times,
             rollouts=self.rollouts,
             plan=self.plan,
@@ -200,9 +198,9 @@ class Session(AdaptiveSteps):
         return self._records.read("transitions.jsonl")
 
     def settle(self) -> None:
-        """Let a pending commit end: the run ends here, to be resumed."""
-        assert self._staging is not None
-        self._staging.wait()
+        """Commit the last step: the run ends here, to be resumed."""
+        if self._engine.broken is None:
+            self._stage_last()
 
     def worker_pids(self) -> dict[int, int]:
         """Return the process of each device's worker."""

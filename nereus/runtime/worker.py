@@ -41,6 +41,8 @@ _SWITCH_INTERVAL_S = 2e-4
 # One for each shard under way, and one for copies, for which an update waits: they must not stand behind slow stores.
 _BESIDE_THREADS = MOST_SHARDS_IN_FLIGHT + 1
 _CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+# What oneDNN says where it can't map memory for the code that it generates; of shapes it can't do, it says more.
+_ONEDNN_REFUSAL = "could not create a primitive"
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_ALLOCATOR_ERRORS)
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        any(refusal in text for refusal in _CPU_ALLOCATOR_ERRORS) or text.strip() == _ONEDNN_REFUSAL
+    )
 
 
 def load_service(path: str) -> type:

@@ -23,8 +23,8 @@ $(VENV)/.stamp: requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: setup  ## run a small PPO job through the flow and plot it
-	$(BIN)/nereus run tiny-cpu
+demo: setup  ## run a small PPO job that loses a device and gets it back, and plot it
+	$(BIN)/nereus run adapt-cpu
 
 test: setup  ## run the tests (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest

@@ -13,7 +13,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.flow_runs import suspend_flow_run
 from prefect.futures import PrefectFuture, as_completed
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nereus.config import RunConfig, load_config
@@ -110,7 +110,7 @@ def gather(*futures: PrefectFuture[Any]) -> None:
 def end_early(session: Session, reason: NoDevices) -> NoReturn:
     """Finish the pending commit and end the flow run: suspended where it has a deployment, to be resumed in the UI."""
     session.settle()
-    if flow_run.deployment_id is not None:
+    if deployment.id is not None:
         # With a key of its own: a run that is resumed begins from the top, and would take its next end for this one.
         suspend_flow_run(key=f"{session.run_id}-{session.next_step}-{uuid.uuid4().hex[:8]}")
     raise reason

@@ -63,12 +63,12 @@ class RunView:
         elif event.kind == "stage":
             self._live.update(self._bar, description=f"step {event.step} · {event.data['stage']}")
         elif event.kind == "decision":
-            self._print("adapt", describe_decision(event.data))
+            if event.data["verdict"] != "keep":  # those that change nothing are in the report
+                self._print("adapt", describe_decision(event.data))
         elif event.kind == "transition":
             self._show_transition(event.data)
         else:
-            if event.data.get("plan", self._plan) != self._plan:
-                self._show_plan(event.data["plan"])
+            self._show_change(event.data.get("plan", self._plan))
             self._console.print(_row(_format_step(event.data)), highlight=False)
             for warning in event.data.get("warnings") or ():
                 self._print("warn", warning, style="yellow")
@@ -85,9 +85,28 @@ class RunView:
         for index, part in enumerate(Plan.from_record(plan).describe().split("; ")):
             self._console.print(f"{'plan' if index == 0 else '':5} {part}", highlight=False)
 
+    def _show_change(self, plan: Mapping[str, Any]) -> None:
+        """Show a plan that is another one, or what of its settings is."""
+        if _places(plan) != _places(self._plan):
+            self._show_plan(plan)
+        elif plan != self._plan:
+            changes = [
+                f"{name} micro-batch {self._plan[name]['micro_batch']} -> {stage['micro_batch']}"
+                + (", recomputation " + ("on" if stage["recompute"] else "off"))
+                * (stage["recompute"] != self._plan[name]["recompute"])
+                for name, stage in plan.items()
+                if stage != self._plan[name]
+            ]
+            self._print("plan", "; ".join(changes))
+            self._plan = plan
+
     def _print(self, label: str, text: str, style: str | None = None) -> None:
         # Square brackets in a reason or a file's name are no markup.
         self._console.print(f"{label:5} {text}", highlight=False, soft_wrap=True, markup=False, style=style)
+
+
+def _places(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: [stage.get(key) for key in ("dp", "tp", "pp", "devices")] for name, stage in plan.items()}
 
 
 def show_plans(console: Console, history: Sequence[Mapping[str, Any]]) -> None:

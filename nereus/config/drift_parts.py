@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from nereus.config.parts import Part
 
-ADAPTS = False  # what `adapt.enabled` is where a config says nothing of it
+ADAPTS = True  # what `adapt.enabled` is where a config says nothing of it
 _TRACE = "[[0, 4], [6, 2]]"
 
 

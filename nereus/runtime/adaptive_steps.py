@@ -86,17 +86,23 @@ class AdaptiveSteps(ElasticSteps):
             self._check_devices(supply)
 
     def _measure_machine(self, supply: Supply) -> None:
-        """Put what this machine reaches in place of the nominal rates."""
+        """Put what this machine reaches in place of the nominal rates, as far as its memory lets it be measured."""
         devices, kind = supply.present, self.config.cluster.device
-        self._speeds = measure_speeds(self._engine, devices, self._opened.staging_root, device_type=kind)
-        machine = measure_machine(
-            self._engine,
-            devices,
-            self._speeds,
-            device_type=kind,
-            precision=self.config.precision,
-            memory_bytes=self._frame.cluster.kind.memory_bytes,
-        )
+        try:
+            speeds = measure_speeds(self._engine, devices, self._opened.staging_root, device_type=kind)
+            machine = measure_machine(
+                self._engine,
+                devices,
+                speeds,
+                device_type=kind,
+                precision=self.config.precision,
+                memory_bytes=self._frame.cluster.kind.memory_bytes,
+            )
+        except CommandError as error:
+            logger.warning("This machine could not be measured (%s); nominal rates stand in for its own.", error)
+            self._engine.recover()
+            return
+        self._speeds = speeds
         self._frame = self._frame.with_kind(replace(machine, accelerator=self._frame.cluster.kind.accelerator))
 
     def _begin_adapting(self, record: Mapping[str, Any] | None, supply: Supply) -> None:
@@ -299,7 +305,7 @@ class AdaptiveSteps(ElasticSteps):
         """Take in what a step came to, and add to its metrics what only control knows."""
         metrics["warnings"] = self._alarms.look(metrics)
         for warning in metrics["warnings"]:
-            logger.warning("step %d: %s", outcome.step, warning)
+            logger.info("step %d: %s", outcome.step, warning)  # who watches is told with the metrics
         if self._devices is not None:
             metrics["devices_present"] = list(self._devices.present)
         if self._adaptation is None:

@@ -254,6 +254,10 @@ class Rank:
         self.context.reset_peak_memory()
         return peak
 
+    def read_mapped_memory(self) -> int:
+        """Return how much of the worker's cap is mapped; see `WorkerContext.mapped_bytes`."""
+        return self.context.mapped_bytes()
+
 
 def _parameters(unit: Unit | None) -> SliceStore | None:
     """Return a unit's weights of forward passes by slices."""

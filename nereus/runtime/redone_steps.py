@@ -84,6 +84,10 @@ class RedoneSteps(AdaptiveSteps):
         if self._engine.broken is not None:
             self._engine.recover(step=step, may_shrink=True)
             self._is_torn = True
+        if isinstance(error, CommandError) and error.out_of_memory and error.device in self._engine.pids():
+            self._engine.release([error.device])  # a heap that was full stays full of holes
+            self._engine.start([error.device])
+            dead.add(error.device)
         self._lost = frozenset(self.plan.devices if self._is_updating else dead)
         self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
         logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))

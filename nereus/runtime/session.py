@@ -141,6 +141,8 @@ class Session(RedoneSteps):
             clock=self._clock,
             peaks=peaks,
         )
+        # The cap of a worker on the CPU counts what its heap has mapped, so that is what its memory is judged by.
+        mapped = self._run("memory", "read_mapped_memory", {device: {} for device in self.plan.devices}, step)
         self.outcome = measure_step(
             step=step,
             seconds=metrics["seconds"]["total"] - metrics["seconds"]["transition"],
@@ -148,7 +150,7 @@ class Session(RedoneSteps):
             rollouts=self.rollouts,
             plan=self.plan,
             max_response_tokens=self.config.rollout.max_response_tokens,
-            peaks=peaks,
+            peaks={device: max(peak, mapped[device]) for device, peak in peaks.items()},
         )
         self._learn(self.outcome, metrics)
         self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more

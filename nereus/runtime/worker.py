@@ -32,6 +32,8 @@ from nereus.runtime.waiting import CommunicatorError
 # A command in flight when the worker is told to exit gets this long to notice the abort flag.
 _EXIT_GRACE_S = 1.0
 _Command = tuple[int, str, dict[str, Any]]
+# The system caps what is mapped, and a heap has more mapped than is used: it keeps what was freed in its midst.
+HEAP_ALLOWANCE = 1.25
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 # Threads beside the main one get this much less of a core that both want (Linux has a niceness for each thread).
 _BESIDE_NICENESS = 5
@@ -86,6 +88,7 @@ class WorkerContext:
 
     def __post_init__(self) -> None:
         self.baseline_rss_bytes = self.baseline_rss_bytes or rss_bytes()
+        self.baseline_data_bytes = _read_status_bytes("VmData")
         self._baseline_file_backed_bytes = self._file_backed_bytes = _read_status_bytes("RssFile")
 
     def reset_peak_memory(self) -> None:
@@ -106,6 +109,15 @@ class WorkerContext:
             return torch.cuda.max_memory_allocated(self.torch_device)
         library_bytes = max(0, self._file_backed_bytes - self._baseline_file_backed_bytes)
         return max(0, peak_rss_bytes() - self.baseline_rss_bytes - library_bytes)
+
+    def mapped_bytes(self) -> int:
+        """Return the share of its cap that a CPU worker has mapped now, in bytes of the cap; on CUDA 0.
+
+        The heap keeps what was freed in its midst, so this is close to its most so far.
+        """
+        if self.torch_device.type == "cuda":
+            return 0
+        return int(max(0, _read_status_bytes("VmData") - self.baseline_data_bytes) / HEAP_ALLOWANCE)
 
 
 def rss_bytes() -> int:
@@ -228,7 +240,7 @@ class _Worker:
             self._spending,
         )
         if self._settings.memory_bytes is not None and not on_cuda:
-            limit = _read_status_bytes("VmData") + self._settings.memory_bytes
+            limit = context.baseline_data_bytes + int(HEAP_ALLOWANCE * self._settings.memory_bytes)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return context
 

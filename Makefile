@@ -55,7 +55,7 @@ slow: setup  ## the tests that take minutes: learning, and SmolLM2 where `make s
 sweep: setup  ## layout invariance over 200 mixed plans (long)
 	NEREUS_SWEEP=200 $(BIN)/python -m pytest tests/parity/test_layouts.py
 
-chaos: setup  ## runs that are killed at 60 moments, on disk and S3, against undisturbed ones (half an hour)
+chaos: setup  ## runs and changes of the plan that are killed at 60 moments each, against undisturbed ones (an hour)
 	NEREUS_CHAOS=60 $(BIN)/python -m pytest -m long -rs tests/chaos
 
 coordination: setup  ## 300 transitions of each kind on nearly full devices, with real workers (10 minutes)

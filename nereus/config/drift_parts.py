@@ -88,7 +88,11 @@ class DriftConfig(Part):
 class AdaptConfig(Part):
     """Whether and when the plan of a running job is changed."""
 
-    enabled: bool = Field(ADAPTS, description="Let the controller change the plan between steps; false: it stays.")
+    enabled: bool = Field(
+        ADAPTS,
+        description="Let the controller change the plan between steps; false, or with a "
+        "schedule of plans: it stays as it is given.",
+    )
     policy: Literal["payback", "any_gain", "every_k", "fixed"] = Field(
         "payback",
         description="When a faster plan is taken: `payback` when the change pays back soon enough, `any_gain` always, "
@@ -102,7 +106,3 @@ class AdaptConfig(Part):
         0.3, gt=0, description="Relative change of the mean response length that makes the controller plan anew."
     )
     every: int = Field(3, gt=0, description="`every_k`: steps from one change to the next.")
-    approve_above_s: float | None = Field(
-        None, ge=0, description="Changes of the plan that are to take longer, in seconds, wait for approval; empty: "
-        "none waits.",
-    )  # fmt: skip

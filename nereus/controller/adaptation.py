@@ -131,6 +131,10 @@ class Adaptation:
                 self.calibration.observe_rest(outcome.seconds - known_s)
         self._learn_memory(outcome, plan, load)
 
+    def predict_peaks(self, outcome: StepOutcome) -> dict[int, int]:
+        """Return the peaks of a step in bytes by device as they were to be predicted, uncorrected."""
+        return self.predictor.peaks(self.controller.plan, self._load_of(outcome))
+
     def _load_of(self, outcome: StepOutcome) -> StepLoad:
         """Return the load that a step had; of one that was broken off early, what it was expected to have."""
         if outcome.response_tokens is None or outcome.response_tokens_p95 is None:

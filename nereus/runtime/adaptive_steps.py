@@ -82,6 +82,8 @@ class AdaptiveSteps(ElasticSteps):
             if self._owns_engine:  # what was measured with leaves its memory behind
                 self._engine.release(supply.present)
                 self._engine.start(self.plan.devices)
+            else:
+                self._run("memory", "take_peak_memory", {device: {} for device in self.plan.devices}, None)
         else:
             self._check_devices(supply)
 
@@ -248,7 +250,7 @@ class AdaptiveSteps(ElasticSteps):
 
     def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
         if set(self.plan.devices) <= self._lost:
-            raise InfeasibleTransition("what is trained is at no step's end on any device")
+            raise InfeasibleTransition("the step that was broken off had begun to change what is trained")
         return super()._plan_move(step, target)
 
     def run_transition(self, submit: Any = None) -> dict[str, Any]:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # A step that is broken off is tried again, this often in all.
 MOST_TRIES = 4
+# What is predicted of memory grows at most so much by one error of an allocator.
+MOST_LIFT = 1.25
 # What a step fails with that may be done again.
 STEP_FAILURES = (CommandError, MemoryShort, StateAlarm)
 
@@ -105,10 +107,14 @@ class RedoneSteps(AdaptiveSteps):
         return {"step": step, "lost": [], "reason": str(error)}
 
     def _learn_of_memory(self, step: int, device: int) -> None:
-        """Take in that a device needed more than it has: whatever its peak would have been, it was above the cap."""
+        """Take in that a device needed more than it has.
+
+        Whatever its peak would have been, it was above the cap, or else not this plan's: one error lifts the prediction
+        by a quarter at most.
+        """
         assert self._adaptation is not None
-        peak = {device: float(self.job.capacities[device])}
-        outcome = StepOutcome(step, 0.0, completed=False, peak_bytes=peak, out_of_memory=(device,))
+        self._adaptation.controller.plan = self.plan
+        outcome = StepOutcome(step, 0.0, completed=False, out_of_memory=(device,))
         if self._rollouts is not None:
             lengths = self._rollouts.response_lengths
             outcome = replace(
@@ -117,5 +123,6 @@ class RedoneSteps(AdaptiveSteps):
                 response_tokens_p95=float(max(lengths)),
                 response_tokens_longest=float(max(lengths)),
             )
-        self._adaptation.controller.plan = self.plan
-        self._adaptation.learn(outcome)
+        predicted = self._adaptation.memory_factor * self._adaptation.predict_peaks(outcome)[device]
+        peak = min(float(self.job.capacities[device]), MOST_LIFT * predicted)
+        self._adaptation.learn(replace(outcome, peak_bytes={device: peak}))

@@ -70,8 +70,8 @@ class RunDir:
         append_record(self.path("metrics.jsonl"), metrics, number=metrics["step"], check=check)
 
     def append_transition(self, transition: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
-        """Add the line of a transition to transitions.jsonl; `check` as in `append_metrics`."""
-        append_record(self.path("transitions.jsonl"), transition, number=transition["step"], check=check)
+        """Add the line of a transition to transitions.jsonl, of which a step may have several; `check` as above."""
+        append_record(self.path("transitions.jsonl"), transition, check=check)
 
     def replace_decisions(
         self, step: int, decisions: Sequence[dict[str, Any]], check: Callable[[], None] = lambda: None

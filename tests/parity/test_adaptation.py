@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from nereus.config import build_config
+from nereus.control import tell_drain
 from nereus.runtime.deaths import Deaths
+from nereus.runtime.engine import run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
 from storage.records import read_records
@@ -69,7 +72,7 @@ def train(run_dir: Path, strike: Strike | None = None, **changes: Any) -> Adapte
     """Run a job under control on workers of its own; return what it leaves, each step's tokens as its digest."""
     config = build_config({**TREE, **changes, "run_dir": os.fspath(run_dir)})
     result = Adapted()
-    with LocalEngine("tests.runtime.open_rank:OpenRank", memory_per_device_bytes=2 << 30) as engine:
+    with LocalEngine("tests.parity.greedy_rank:GreedyRank", memory_per_device_bytes=2 << 30) as engine:
         engine.start(range(config.cluster.devices))
         with StruckSession.open(config, run_id=f"adapted{next(_run_ids)}", engine=engine) as session:
             session._owns_engine = True  # workers come and go with the plan
@@ -121,3 +124,69 @@ def test_a_worker_that_dies_in_mid_step(method: str, fixed: Adapted, tmp_path: P
 
     assert_same(train(tmp_path / "run", strike), fixed)
     assert struck
+
+
+def at(step: int, method: str, act: Callable[[Session], None], *, times: int = 1) -> Strike:
+    """Return a strike that acts before a method of a step, the first times that it comes to it."""
+    struck: list[int] = []
+
+    def strike(session: Session, now: int, name: str) -> None:
+        if (now, name) == (step, method) and len(struck) < times:
+            struck.append(now)
+            act(session)
+
+    return strike
+
+
+def devices_of(metrics: dict[str, Any]) -> set[int]:
+    return {device for stage in metrics["plan"].values() for device in stage["devices"]}
+
+
+@pytest.mark.parametrize("method", ["infer_reference", "train_critic"])
+def test_memory_that_really_runs_out(method: str, fixed: Adapted, tmp_path: Path) -> None:
+    """The allocator refuses: the worker starts afresh, what its memory was is learned, and the step is done again."""
+
+    def hog(session: Session) -> None:
+        run_command(session._engine, "hog", {0: {}}, label="hog", step=None)
+
+    run = train(tmp_path / "run", at(3, method, hog))
+    assert_same(run, fixed)
+    assert any(decision["step"] == 3 and "lost the state" in decision["reason"] for decision in run.decisions)
+
+
+def test_a_notice_moves_the_job_off_the_device(fixed: Adapted, tmp_path: Path) -> None:
+    """SIGTERM to a worker: the step goes on, the next one runs elsewhere, and nothing was lost."""
+
+    def notify(session: Session) -> None:
+        os.kill(session.worker_pids()[1], signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while 1 not in session._engine.notices() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    run = train(tmp_path / "run", at(3, "score", notify))
+    assert_same(run, fixed)
+    assert devices_of(run.metrics[3]) == {0, 1} and devices_of(run.metrics[4]) == {0} == devices_of(run.metrics[7])
+    assert "device 1 is drained" not in run.decisions[-1]["reason"]
+
+
+def test_a_deadline_that_passes_in_mid_step_is_a_loss(fixed: Adapted, tmp_path: Path) -> None:
+    def drain(session: Session) -> None:
+        tell_drain(session.run_dir, 1, time.time())
+        pid, deadline = session.worker_pids()[1], time.monotonic() + 20
+        while session.worker_pids().get(1) == pid and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    run = train(tmp_path / "run", at(3, "infer_values", drain))
+    assert_same(run, fixed)
+    assert all(devices_of(metrics) == {0} for metrics in run.metrics[3:])
+
+
+def test_a_device_that_dies_three_times_is_used_no_more(fixed: Adapted, tmp_path: Path) -> None:
+    def kill(session: Session) -> None:
+        pid = session.worker_pids().get(1)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    run = train(tmp_path / "run", at(2, "score", kill, times=3))
+    assert_same(run, fixed)
+    assert all(devices_of(metrics) == {0} for metrics in run.metrics[2:])

@@ -18,7 +18,8 @@ def test_decisions_and_warnings_are_told_in_words():
         view(Event("transition", "amber", 10, run.transitions[2]))
         view(Event("step", "amber", 26, run.metrics[26] | {"plan": run.transitions[2]["to"]}))
     lines = output.getvalue().splitlines()
-    assert lines[0].startswith("adapt urgent before step 10: The plan needs devices that are gone, so the job goes on with")
+    begin = "adapt urgent before step 10: The plan needs devices that are gone, so the job goes on with"
+    assert lines[0].startswith(begin)
     assert lines[0].endswith("See [red].") and lines[1].startswith("plan  ") and lines[2].split()[0] == "26"
     assert lines[3].startswith("warn  61% of the responses end at the cap of 128 tokens") and len(lines) == 4
 

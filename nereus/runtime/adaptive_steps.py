@@ -324,7 +324,9 @@ class AdaptiveSteps(ElasticSteps):
 
     def _predict(self, step: int, plan: Plan | None) -> float | None:
         """Return the seconds that the step just measured would take on a plan; None where the plan doesn't fit it."""
-        assert self._adaptation is not None and plan is not None
+        assert self._adaptation is not None
+        if plan is None or not set(plan.devices) <= set(self._frame.cluster.device_ids):
+            return None  # a resumed run may have fewer devices than it began with
         load = self._adaptation.load
         length = load.longest_tokens + self._frame.prompt_margin_tokens
         boundary = Boundary(step, self._frame.cluster, load, length, memory_factor=self._adaptation.memory_factor)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from nereus.config import RunConfig
+from nereus.runtime.engine import CommandError
+from nereus.runtime.session import NoDevices
 from nereus.transition.primitives import TransitionGraph
 from tests.flows.fake_transition import FakeTransition, plan_on
 
@@ -14,6 +16,8 @@ class FakeSession:
     """Records which method ran for which step, in order; `delay_s` and `fail_at` make it slow or broken.
 
     `graphs` = what changes the plan before a step; `fail_primitive` fails; `set_back_to` is where that leads.
+    `decisions` are taken before steps; before `ends_at` there are no devices left. With `losses` above 0, what fails is
+    the loss of a device, and after so many tries the run ends.
     """
 
     opened: ClassVar[dict[str, "FakeSession"]] = {}
@@ -22,6 +26,9 @@ class FakeSession:
     fail_at: tuple[str, int] | None = None
     fail_primitive: str | None = None
     set_back_to: int | None = None
+    decisions: ClassVar[dict[int, dict[str, Any]]] = {}
+    ends_at: int | None = None
+    losses: ClassVar[int] = 0
 
     def __init__(self, config: RunConfig, run_id: str):
         self.run_id = run_id
@@ -52,6 +59,27 @@ class FakeSession:
         self.closed = True
         if Path(self.run_dir).is_dir():
             Path(self.run_dir, "closed").touch()
+
+    def decide(self, step: int) -> dict[str, Any] | None:
+        if self.ends_at == step:
+            raise NoDevices(f"There are no devices from step {step} on.")
+        return self.decisions.get(step)
+
+    def make_ready(self, step: int, error: Exception) -> dict[str, Any]:
+        self._note("make_ready", step)
+        if self.fail_at is not None and self.losses > 1:
+            FakeSession.losses -= 1
+            return {"step": step}
+        raise error
+
+    def read_decisions(self) -> list[dict[str, Any]]:
+        return list(self.decisions.values())
+
+    def read_transitions(self) -> list[dict[str, Any]]:
+        return []
+
+    def settle(self) -> None:
+        self._note("settle", self.next_step)
 
     def transition_due(self, step: int) -> bool:
         return step in self.graphs and step not in [transition.step for transition in self.transitions]
@@ -95,7 +123,9 @@ class FakeSession:
         with self._lock:
             self.calls.append((name, step))
         if self.fail_at == (name, step):
-            raise RuntimeError(f"device 1 died in {name} of step {step}.")
+            kind = CommandError if self.losses else RuntimeError
+            named = {"device": 1, "label": name} if self.losses else {}
+            raise kind(f"device 1 died in {name} of step {step}.", **named)
         time.sleep(self.delay_s)
         return {"seconds": self.delay_s}
 

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import flows.ppo
+import tasks.adapt
 import tasks.ppo
 import tasks.transition
 from flows.local import run_here
@@ -52,7 +53,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         SlowSession.graphs[0] = random_graph(seed=4, num_primitives=int(sys.argv[2]))
     flows.ppo.Session = SlowSession
-    for module in (tasks.ppo, tasks.transition):
+    for module in (tasks.adapt, tasks.ppo, tasks.transition):
         module.find_session = find_session
     try:
         run_here(load_config("tiny-cpu", [f"run_dir={sys.argv[1]}"]))

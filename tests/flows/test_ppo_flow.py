@@ -13,9 +13,12 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 import flows.ppo
+import tasks.adapt
 import tasks.ppo
 from nereus.config import RunConfig, load_config
 from nereus.progress import Event, watch
+from nereus.runtime.engine import CommandError
+from nereus.runtime.session import NoDevices
 from tests.flows.fake_session import FakeSession, find_session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("prefect_api")
 def _fake_session(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flows.ppo, "Session", FakeSession)
     monkeypatch.setattr(tasks.ppo, "find_session", find_session)
+    monkeypatch.setattr(tasks.adapt, "find_session", find_session)
     monkeypatch.setattr(FakeSession, "opened", {})
 
 
@@ -51,6 +55,38 @@ def test_a_run_is_the_algorithm_step_by_step(tmp_path: Path):
     assert [at for _, at in session.calls] == sorted(at for _, at in session.calls)
     assert [event.step for event in events if event.kind == "step"] == [0, 1, 2]
     assert events[0].kind == "opened"
+
+
+def test_a_decision_is_told_and_shown_before_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeSession, "decisions", {1: {"step": 1, "verdict": "keep", "reason": "It is the best."}})
+    shown: list[list[dict]] = []
+    monkeypatch.setattr(tasks.adapt, "publish_decisions", lambda decisions, transitions: shown.append(decisions))
+    events: list[Event] = []
+    with watch(events.append):
+        flows.ppo.train_ppo(config_in(tmp_path, "steps=2"))
+    kinds = [(event.kind, event.step) for event in events if event.kind in ("decision", "step")]
+    assert kinds == [("step", 0), ("decision", 1), ("step", 1)]
+    assert shown == [[{"step": 1, "verdict": "keep", "reason": "It is the best."}]]
+
+
+def test_a_step_that_loses_a_device_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeSession, "fail_at", ("infer_values", 1))
+    monkeypatch.setattr(FakeSession, "losses", 3)
+    with pytest.raises(CommandError, match="device 1 died in infer_values of step 1"):
+        flows.ppo.train_ppo(config_in(tmp_path, "steps=3"))
+    session = FakeSession.opened["amber"]
+    assert [name for name, at in session.calls if name in ("generate", "make_ready") and at == 1] == [
+        "generate", "make_ready", "generate", "make_ready", "generate", "make_ready"
+    ]  # fmt: skip
+    assert session.closed
+
+
+def test_without_devices_the_run_commits_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeSession, "ends_at", 2)
+    with pytest.raises(NoDevices, match="no devices from step 2 on"):
+        flows.ppo.train_ppo(config_in(tmp_path, "steps=3"))
+    session = FakeSession.opened["amber"]
+    assert session.calls[-1] == ("settle", 2) and session.closed
 
 
 def test_stages_without_shared_results_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from rich.console import Console
 
 import flows.ppo
+import tasks.adapt
 import tasks.ppo
 import tasks.transition
 from nereus.config import RunConfig, load_config
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("prefect_api")
 @pytest.fixture(autouse=True)
 def _fake_session(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flows.ppo, "Session", FakeSession)
-    for module in (tasks.ppo, tasks.transition):
+    for module in (tasks.adapt, tasks.ppo, tasks.transition):
         monkeypatch.setattr(module, "find_session", find_session)
     monkeypatch.setattr(FakeSession, "opened", {})
     monkeypatch.setattr(FakeSession, "graphs", {})
@@ -108,7 +109,7 @@ def test_a_failed_change_leaves_the_flow_running_on_the_old_plan(
     monkeypatch.setattr(FakeSession, "fail_primitive", graph.primitives[4].id)
     monkeypatch.setattr(FakeSession, "set_back_to", 1)
     plotted: list[int] = []
-    monkeypatch.setattr(flows.ppo, "publish_plots", lambda history: plotted.extend(line["step"] for line in history))
+    monkeypatch.setattr(flows.ppo, "publish_plots", lambda history, *_: plotted.extend(line["step"] for line in history))
     events: list[Event] = []
     with watch(events.append):
         flows.ppo.train_ppo(config_in(tmp_path, "steps=3"))

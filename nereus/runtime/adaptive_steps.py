@@ -17,6 +17,7 @@ from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutc
 from nereus.cost.memory import Workload
 from nereus.emu import emus_of
 from nereus.plan import Plan, stage_of
+from nereus.planner import plan_auto
 from nereus.runtime.control import Frame, first_plan
 from nereus.runtime.devices_there import Deadlines, DevicesThere, out_of_time
 from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
@@ -180,7 +181,7 @@ class AdaptiveSteps(ElasticSteps):
         try:
             decision = self._adaptation.decide(step, Surroundings(cluster, self._lost))
         except NoPlanError as error:
-            raise NoDevices(f"{error} ({supply.reason})") from error
+            raise NoDevices(f"{str(error).rstrip('.')} ({supply.reason}){self._describe_lack(supply)}") from error
         if decision is None:
             return None
         late = out_of_time(supply, self.plan.devices, LEAST_NOTICE_S + 2 * decision.price.seconds)
@@ -191,6 +192,16 @@ class AdaptiveSteps(ElasticSteps):
         self._write_decisions(step)
         logger.info("step %d: %s", step, decision.reason)
         return decision.to_record()
+
+    def _describe_lack(self, supply: Supply) -> str:
+        """Return how much memory is missing on the devices that are there, to be put behind a sentence."""
+        assert self._adaptation is not None
+        capacities = {d: int(self.job.capacities[d] / self._adaptation.memory_factor) for d in supply.present}
+        try:
+            plan_auto(self.job.specs, capacities, self._workload(), self.config.precision)
+        except ValueError as error:
+            return f": the {str(error)[0].lower()}{str(error)[1:]}"
+        return ""
 
     def _stage_now(self, step: int) -> None:
         """Have the state of this boundary committed: there is no time to copy it from a device that goes."""

@@ -37,6 +37,7 @@ END_LIMIT_S = 10.0
 TAG = "NEREUS_TEST_TAG"
 # All that a run goes on with shows in the numbers: learning rates and KL weight hang on what was done before.
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "model": {"tiny": ODD_TINY},
     "rollout": {"prompts_per_step": 8, "max_prompt_tokens": 16, "max_response_tokens": 10},
     "ppo": {

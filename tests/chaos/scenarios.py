@@ -16,6 +16,7 @@ from tests.parity.runs import ODD_TINY
 CHANGE = 2  # the step before which the plan changes
 STEPS = 4
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "model": {"tiny": ODD_TINY},
     "rollout": {"prompts_per_step": 4, "max_prompt_tokens": 12, "max_response_tokens": 6},
     "ppo": {"minibatches": 2, "actor_lr": 3e-3, "critic_lr": 3e-3, "kl_adaptive": True, "kl_target": 0.1},

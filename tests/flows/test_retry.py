@@ -27,6 +27,7 @@ SMALL = (
     "model.tiny={hidden: 32, layers: 2, heads: 4, kv_heads: 2, intermediate: 32, vocab: 16}",
     "rollout={prompts_per_step: 8, max_prompt_tokens: 16, max_response_tokens: 24}",
     "cluster.memory_per_device=1GiB",
+    "adapt.enabled=false",  # what is compared bit by bit runs on one plan
     "steps=12",
 )
 
@@ -96,6 +97,28 @@ def test_a_killed_command_is_resumed_on_another_number_of_devices(site: PrefectS
     assert {len(line["peak_memory_bytes"]) for line in metrics} == {1, 2}
     assert (run_dir / "final" / "model.safetensors").exists()
     assert (run_dir / "report.html").exists()
+
+
+@pytest.mark.timeout(400)
+def test_a_run_without_devices_is_suspended_and_goes_on_when_it_is_resumed(site: PrefectSite, tmp_path: Path):
+    """Its trace has no device from step 2 on. The same flow run goes on: the 0 counts as passed."""
+    changes = ["steps=5", "adapt.enabled=true", "drift.devices=[[0, 2], [2, 0], [4, 1]]"]
+    config = load_config("tiny-cpu", [*SMALL, *changes, f"run_dir={tmp_path / 'amber'}"])
+    deployment = site.request("/deployments/name/train-ppo/tiny-cpu")["id"]
+    parameters = {"config": config.model_dump(mode="json")}
+    flow_run = site.request(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})["id"]
+    ended = ("PAUSED", "COMPLETED", "FAILED", "CRASHED")
+    wait_for(lambda: state_of(site, flow_run) in ended, "the run to be suspended")
+    assert site.request(f"/flow_runs/{flow_run}")["state"]["name"] == "Suspended"
+    metrics = f"{config.run_dir}/metrics.jsonl"
+    assert [line["step"] for line in read_records(metrics)] == [0, 1]
+
+    site.request(f"/flow_runs/{flow_run}/resume", {})
+    wait_for(lambda: state_of(site, flow_run) in ended[1:], "the end of the run")
+    assert state_of(site, flow_run) == "COMPLETED"
+    assert [line["step"] for line in read_records(metrics)] == list(range(5))
+    drivers = [entry.body for entry in Journal(str(config.run_dir)).entries() if entry.kind == "take_over"]
+    assert [driver["flow_run_id"] for driver in drivers] == [flow_run, flow_run]
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:

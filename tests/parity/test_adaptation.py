@@ -112,7 +112,10 @@ def test_devices_go_and_come_back(fixed: Adapted, tmp_path: Path) -> None:
     assert {d for stage in run.metrics[4]["plan"].values() for d in stage["devices"]} == {0}
 
 
-@pytest.mark.parametrize("method", METHODS)
+SOME = ("infer_values", "train_critic")
+
+
+@pytest.mark.parametrize("method", [m if m in SOME else pytest.param(m, marks=pytest.mark.long) for m in METHODS])
 def test_a_worker_that_dies_in_mid_step(method: str, fixed: Adapted, tmp_path: Path) -> None:
     """Before any update the step begins anew from live copies, or else from the last commit; nothing is lost."""
     struck = []
@@ -142,7 +145,7 @@ def devices_of(metrics: dict[str, Any]) -> set[int]:
     return {device for stage in metrics["plan"].values() for device in stage["devices"]}
 
 
-@pytest.mark.parametrize("method", ["infer_reference", "train_critic"])
+@pytest.mark.parametrize("method", ["train_critic", pytest.param("infer_reference", marks=pytest.mark.long)])
 def test_memory_that_really_runs_out(method: str, fixed: Adapted, tmp_path: Path) -> None:
     """The allocator refuses: the worker starts afresh, what its memory was is learned, and the step is done again."""
 
@@ -169,6 +172,7 @@ def test_a_notice_moves_the_job_off_the_device(fixed: Adapted, tmp_path: Path) -
     assert "device 1 is drained" not in run.decisions[-1]["reason"]
 
 
+@pytest.mark.long
 def test_a_deadline_that_passes_in_mid_step_is_a_loss(fixed: Adapted, tmp_path: Path) -> None:
     def drain(session: Session) -> None:
         tell_drain(session.run_dir, 1, time.time())
@@ -181,6 +185,7 @@ def test_a_deadline_that_passes_in_mid_step_is_a_loss(fixed: Adapted, tmp_path: 
     assert all(devices_of(metrics) == {0} for metrics in run.metrics[3:])
 
 
+@pytest.mark.long
 def test_a_device_that_dies_three_times_is_used_no_more(fixed: Adapted, tmp_path: Path) -> None:
     def kill(session: Session) -> None:
         pid = session.worker_pids().get(1)

@@ -17,6 +17,7 @@ from tests.parity.runs import ODD_TINY, Run, largest_difference, run_job, unifor
 STAGES = ["actor.generation", "actor.training", "critic.training", "reference.inference"]
 # Learning rates at which parameters move by far more than the tolerance; eps keeps Adam from amplifying rounding.
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "model": {"tiny": ODD_TINY},
     "rollout": {"prompts_per_step": 9, "max_prompt_tokens": 16, "max_response_tokens": 12},
     "ppo": {"minibatches": 2, "actor_lr": 3e-3, "critic_lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1},

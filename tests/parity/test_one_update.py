@@ -19,6 +19,7 @@ from tests.runtime.steps import complete_step, prepare_step
 
 STAGES = ["actor.generation", "actor.training", "critic.training", "reference.inference"]
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "model": {"tiny": ODD_TINY},
     "rollout": {"prompts_per_step": 12, "max_prompt_tokens": 16, "max_response_tokens": 24},
     "ppo": {"minibatches": 1, "actor_lr": 1e-3, "critic_lr": 1e-3},

@@ -26,6 +26,7 @@ NUM_SAMPLES = 7
 TOLERANCE = 1e-9
 # No number is a default that a term could hide behind: clips bind, the gradient is clipped, rates warm up.
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "rollout": {
         "prompts_per_step": NUM_SAMPLES,
         "max_prompt_tokens": 16,

@@ -29,6 +29,7 @@ STAGES = ["actor.generation", "actor.training", "critic.training", "reference.in
 STEPS = 12
 CHANGES = range(2, STEPS, 2)
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "model": {"tiny": ODD_TINY},
     "rollout": {"prompts_per_step": 9, "max_prompt_tokens": 16, "max_response_tokens": 8},
     "ppo": {"minibatches": 2, "actor_lr": 3e-3, "critic_lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1},

@@ -29,6 +29,7 @@ from tests.runtime.steps import complete_step, prepare_step, run_step
 
 STAGES = ["actor.generation", "actor.training", "critic.training", "reference.inference"]
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "model": {"tiny": ODD_TINY},
     "rollout": {"prompts_per_step": 6, "max_prompt_tokens": 16, "max_response_tokens": 10},
     "ppo": {"actor_lr": 3e-3, "critic_lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1, "kl_adaptive": True,

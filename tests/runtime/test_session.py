@@ -26,6 +26,7 @@ from tests.runtime.steps import prepare_step, run_step
 
 STAGES = ("actor.generation", "actor.training", "critic.training", "reference.inference")
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "rollout": {"prompts_per_step": 8, "max_prompt_tokens": 16, "max_response_tokens": 16},
     "steps": 2,
     "cluster": {"devices": 2, "memory_per_device": "1GiB"},

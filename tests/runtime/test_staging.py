@@ -30,6 +30,7 @@ from tests.runtime.steps import run_step
 
 STAGES = ("actor.generation", "actor.training", "critic.training", "reference.inference")
 TREE: dict[str, Any] = {
+    "adapt": {"enabled": False},
     "model": {"tiny": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 32}},
     "rollout": {"prompts_per_step": 4, "max_prompt_tokens": 16, "max_response_tokens": 8},
     "ppo": {"actor_lr": 1e-3, "critic_lr": 1e-3},

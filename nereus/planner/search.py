@@ -43,6 +43,8 @@ def find_plans(
         layouts: per model-stage those to choose from.
         by_layouts: of plans with the same layouts in training and generation return only the fastest.
     """
+    most = len(setting.order)
+    layouts = {name: tuple(layout for layout in each if layout.size <= most) for name, each in layouts.items()}
     if any(not each for each in layouts.values()):
         return []
     slack = 0.0 if len(setting.order) <= EVERY_DEGREE_UP_TO else SLACK

@@ -21,6 +21,7 @@ from nereus.data import PromptTokens
 from nereus.limits import REMOTE_STAGING_BUFFER_BYTES, STAGING_BUFFER_BYTES
 from nereus.model.spec import ModelSpec
 from nereus.plan import Plan
+from nereus.transition.memory import TransitionMemory
 
 # Before the first step nobody knows how long responses are: half the cap is as good a guess as any for times.
 FIRST_SHARE_OF_CAP = 0.5
@@ -126,21 +127,29 @@ def settings_of(config: RunConfig) -> Settings:
 
 
 class CappedPlanning(CostPlanning):
-    """The planner's answers with micro-batches that are no larger than the user allows."""
+    """The planner's answers that a job can go to, with micro-batches that are no larger than the user allows."""
 
     def __init__(self, job: JobSpec, cluster: Cluster, micro_batch: int | None) -> None:
         super().__init__(job, cluster)
         self._most = micro_batch
 
     def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan | None) -> list[Candidate]:
-        return [self._capped(each) for each in super().search(boundary, efficiencies, current)]
+        return self._admit(boundary, super().search(boundary, efficiencies, current))
 
     def scale(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan) -> list[Candidate]:
-        return [self._capped(each) for each in super().scale(boundary, efficiencies, current)]
+        return self._admit(boundary, super().scale(boundary, efficiencies, current))
 
     def refit(self, boundary: Boundary, efficiencies: Efficiencies, plan: Plan) -> Candidate | None:
         found = super().refit(boundary, efficiencies, plan)
         return None if found is None else self._capped(found)
+
+    def _admit(self, boundary: Boundary, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the plans whose units can be filled, which takes buffers beside them."""
+        accelerator = boundary.cluster.kind.accelerator
+        load = boundary.load.memory_workload(boundary.memory_tokens, accelerator=accelerator)
+        capacities = {d: int(c / boundary.memory_factor) for d, c in boundary.cluster.capacities.items()}
+        memory = TransitionMemory.of(self._job.specs, load, self._job.precision, capacities)
+        return [self._capped(each) for each in candidates if memory.takes(each.plan)]
 
     def _capped(self, candidate: Candidate) -> Candidate:
         if self._most is None:

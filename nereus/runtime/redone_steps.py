@@ -86,11 +86,13 @@ class RedoneSteps(AdaptiveSteps):
         if self._engine.broken is not None:
             self._engine.recover(step=step, may_shrink=True)
             self._is_torn = True
-        if isinstance(error, CommandError) and error.out_of_memory and error.device in self._engine.pids():
-            self._engine.release([error.device])  # a heap that was full stays full of holes
-            self._engine.start([error.device])
-            dead.add(error.device)
-        self._lost = frozenset(self.plan.devices if self._is_updating else dead)
+        lost = set(self.plan.devices) if self._is_updating else dead
+        if isinstance(error, CommandError) and error.out_of_memory and error.device is not None:
+            lost.add(error.device)
+            afresh = sorted(lost & set(self._engine.pids()))
+            self._engine.release(afresh)  # a heap that was full stays full of holes
+            self._engine.start(afresh)
+        self._lost = frozenset(lost)
         self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
         logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))
         return {"step": step, "lost": sorted(dead), "reason": str(error)}

@@ -33,7 +33,7 @@ from nereus.runtime.waiting import CommunicatorError
 _EXIT_GRACE_S = 1.0
 _Command = tuple[int, str, dict[str, Any]]
 # The system caps what is mapped, and a heap has more mapped than is used: it keeps what was freed in its midst.
-HEAP_ALLOWANCE = 1.25
+HEAP_ALLOWANCE = 1.5
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 # Threads beside the main one get this much less of a core that both want (Linux has a niceness for each thread).
 _BESIDE_NICENESS = 5
@@ -42,7 +42,8 @@ _BESIDE_NICENESS = 5
 _SWITCH_INTERVAL_S = 2e-4
 # One for each shard under way, and one for copies, for which an update waits: they must not stand behind slow stores.
 _BESIDE_THREADS = MOST_SHARDS_IN_FLIGHT + 1
-_CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+_CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc",
+                         "can't start new thread")  # fmt: skip
 # What oneDNN says where it can't map memory for the code that it generates; of shapes it can't do, it says more.
 _ONEDNN_REFUSAL = "could not create a primitive"
 

@@ -109,7 +109,9 @@ def test_a_failed_change_leaves_the_flow_running_on_the_old_plan(
     monkeypatch.setattr(FakeSession, "fail_primitive", graph.primitives[4].id)
     monkeypatch.setattr(FakeSession, "set_back_to", 1)
     plotted: list[int] = []
-    monkeypatch.setattr(flows.ppo, "publish_plots", lambda history, *_: plotted.extend(line["step"] for line in history))
+    monkeypatch.setattr(
+        flows.ppo, "publish_plots", lambda history, *_: plotted.extend(line["step"] for line in history)
+    )
     events: list[Event] = []
     with watch(events.append):
         flows.ppo.train_ppo(config_in(tmp_path, "steps=3"))

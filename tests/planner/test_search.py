@@ -1,9 +1,13 @@
 """The search finds what trying every plan finds, and says so when nothing fits."""
 
+from dataclasses import replace
+
 import pytest
 
+from nereus.layout import Layout
 from nereus.planner import best_plans
 from nereus.planner.plan_search import without_slow_devices
+from nereus.planner.search import find_plans
 from tests.planner.exhaustive import Exhaustive
 from tests.planner.instances import random_setting
 
@@ -18,6 +22,13 @@ def check_against_all_plans(seed: int) -> None:
         return
     assert found[0].step_s == pytest.approx(expected[0], rel=1e-9), expected[1].describe()
     assert found[0].cost.total_s == pytest.approx(found[0].step_s, rel=1e-9)
+
+
+def test_layouts_of_more_devices_than_there_are_give_no_plan():
+    """As when all devices but one are slow, and the layouts asked for need two."""
+    setting = random_setting(0, most_devices=3)
+    one = replace(setting, cluster=setting.cluster.only(setting.cluster.device_ids[:1]))
+    assert find_plans(one, dict.fromkeys(setting.job.specs, (Layout(2, 1),)), 1) == []
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -435,9 +435,7 @@ class PaperEngine(Engine):
     def release(self, device_ids: Collection[int]) -> None:
         """Nothing to stop."""
 
-    def recover(
-        self, timeout_s: float = 10.0, *, step: int | None = None, may_shrink: bool = False
-    ) -> tuple[int, ...]:
+    def recover(self, timeout_s: float = 10.0, *, step: int | None = None, may_shrink: bool = False) -> tuple[int, ...]:
         return ()
 
     def pids(self) -> dict[int, int]:

@@ -68,7 +68,7 @@ def test_a_run_that_adapts_is_told_from_top_to_bottom(tmp_path: Path):
     story = ["28 steps on 1 to 2 devices. The plan changed 4 times", "61% of the responses end at the cap",
              "What happened", "The run begins on 2 devices", "the move takes 1.2 s", "undone: the old plan holds",
              "Tried again", "Device 1 left", "needs devices that are gone", "Device 1 came back",
-             "no longer fits memory, so the job moves", "Plans over the steps", "What was learned",
+             "no longer fits memory, so the job goes on", "Plans over the steps", "What was learned",
              "What the plans took", "(predicted)", "Against the first plan", "<h2>Decisions</h2>",
              "<td>5.22 s (-2%)</td>", "<h2>Plan changes</h2>", "<h2>Config</h2>"]  # fmt: skip
     at = [page.index(text) for text in story]

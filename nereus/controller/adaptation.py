@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from nereus.cluster import Cluster
 from nereus.controller.controller import Controller
-from nereus.controller.decision import Boundary, Decision, StepOutcome
+from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutcome
 from nereus.controller.monitor import Signals, describe_cap
 from nereus.cost.calibration import Calibration
 from nereus.cost.load import StepLoad
@@ -71,6 +71,12 @@ class Adaptation:
         Raises:
             NoPlanError: nothing that the policy may choose runs on the devices there are.
         """
+        try:
+            return self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
+        except NoPlanError:
+            if not self.calibration.memory.forgive():
+                raise
+        # Allocations that failed say what didn't fit, not by how much; before giving up what was measured counts alone.
         return self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
 
     def boundary(self, step: int, around: Surroundings) -> Boundary:
@@ -159,7 +165,9 @@ class Adaptation:
         # All devices say nearly the same; the fullest one is what matters, one measurement a step.
         fullest = max(outcome.peak_bytes, key=lambda device: outcome.peak_bytes[device])
         if fullest in predicted:
-            self.calibration.memory.observe(predicted[fullest], outcome.peak_bytes[fullest])
+            memory = self.calibration.memory
+            learn = memory.observe_lack if outcome.out_of_memory else memory.observe
+            learn(predicted[fullest], outcome.peak_bytes[fullest])
         capacities = self.cluster.capacities
         free = [capacities[d] - peak for d, peak in outcome.peak_bytes.items() if d in capacities]
         self._free_bytes = float(min(free, default=0.0))

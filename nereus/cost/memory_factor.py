@@ -24,24 +24,36 @@ class MemoryFactor:
 
     def __init__(self) -> None:
         self._ratios: list[float] = []
+        self._lacks: list[float] = []  # least ratios of peaks that were too high, and weren't measured
 
     def observe(self, predicted_bytes: float, measured_bytes: float) -> None:
         """Take in the peak of one device in one step. What has no prediction or no measurement is ignored."""
         if predicted_bytes > 0 and measured_bytes > 0:
             self._ratios = [*self._ratios, measured_bytes / predicted_bytes][-_KEPT:]
 
+    def observe_lack(self, predicted_bytes: float, least_bytes: float) -> None:
+        """Take in that an allocation failed: the peak would have been at least so high."""
+        if predicted_bytes > 0:
+            self._lacks = [*self._lacks, least_bytes / predicted_bytes][-_KEPT:]
+
+    def forgive(self) -> bool:
+        """Forget allocations that failed, where nothing fits otherwise; return whether there were any."""
+        were_any, self._lacks = bool(self._lacks), []
+        return were_any
+
     def factor(self) -> float:
         """Return the factor: about 1.11 before the first measurement."""
         precision = _PRIOR**-2 + len(self._ratios) * _NOISE**-2
         mean = sum(math.log(ratio) for ratio in self._ratios) * _NOISE**-2 / precision
         margin = _SAFETY * math.sqrt(1.0 / precision + (_NOISE**2 if self._ratios else 0.0))
-        return max(_LEAST, math.exp(mean + margin), *self._ratios)
+        return max(_LEAST, math.exp(mean + margin), *self._ratios, *self._lacks)
 
-    def to_record(self) -> list[float]:
-        return list(self._ratios)
+    def to_record(self) -> dict[str, list[float]]:
+        return {"ratios": list(self._ratios), "lacks": list(self._lacks)}
 
     @classmethod
     def from_record(cls, record: Any) -> MemoryFactor:
         self = cls()
-        self._ratios = [float(ratio) for ratio in record]
+        self._ratios = [float(ratio) for ratio in record["ratios"]]
+        self._lacks = [float(ratio) for ratio in record["lacks"]]
         return self

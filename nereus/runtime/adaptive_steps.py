@@ -24,6 +24,7 @@ from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.opening import OpenRun
 from nereus.runtime.probe import measure_machine, measure_speeds
+from nereus.runtime.rollouts import Rollouts
 from nereus.supply import Supply
 from nereus.transition.graph import InfeasibleTransition
 from nereus.transition.memory import TransitionMemory
@@ -290,25 +291,20 @@ class AdaptiveSteps(ElasticSteps):
             MemoryShort: none of them fits; the load is known now, so a plan that does can be found.
         """
         assert self._adaptation is not None
-        lengths = self.rollouts.response_lengths
-        load = replace(
-            self._adaptation.load,
-            response_tokens=sum(lengths) / len(lengths),
-            response_tokens_p95=float(max(lengths)),
-            response_tokens_longest=float(max(lengths)),
-        )
+        longest = max(self.rollouts.response_lengths)
+        load = replace(self._adaptation.load, **drawn_lengths(self.rollouts))
         boundary = Boundary(
             step,
             self._frame.cluster,
             load,
-            max(lengths) + self._frame.prompt_margin_tokens,
+            longest + self._frame.prompt_margin_tokens,
             memory_factor=self._adaptation.memory_factor,
         )
         found = self._frame.planning().refit(boundary, self._adaptation.calibration.efficiencies(), self.plan)
         if found is None:
             self._adaptation.load = load
             raise MemoryShort(
-                f"step {step}: responses of up to {max(lengths)} tokens don't fit the plan with any micro-batch"
+                f"step {step}: responses of up to {longest} tokens don't fit the plan with any micro-batch"
             )
         for name, stage in found.plan.items():
             if stage_of(name) != "generation":
@@ -343,3 +339,14 @@ class AdaptiveSteps(ElasticSteps):
         boundary = Boundary(step, self._frame.cluster, load, length, memory_factor=self._adaptation.memory_factor)
         found = self._frame.planning().refit(boundary, self._adaptation.calibration.efficiencies(), plan)
         return None if found is None else found.latency_s
+
+
+def drawn_lengths(rollouts: Rollouts) -> dict[str, Any]:
+    """Return what the cost model knows responses by: their mean, and for memory the longest as the percentile."""
+    lengths = rollouts.response_lengths
+    longest = float(max(lengths))
+    return {
+        "response_tokens": sum(lengths) / len(lengths),
+        "response_tokens_p95": longest,
+        "response_tokens_longest": longest,
+    }

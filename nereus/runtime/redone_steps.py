@@ -12,7 +12,7 @@ from typing import Any
 
 from nereus.controller.decision import StepOutcome
 from nereus.ppo.kl import KlController
-from nereus.runtime.adaptive_steps import AdaptiveSteps, MemoryShort
+from nereus.runtime.adaptive_steps import AdaptiveSteps, MemoryShort, drawn_lengths
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.opening import OpenRun
 from nereus.runtime.state_check import StateAlarm, StateCheck
@@ -118,13 +118,7 @@ class RedoneSteps(AdaptiveSteps):
         self._adaptation.controller.plan = self.plan
         outcome = StepOutcome(step, 0.0, completed=False, out_of_memory=(device,))
         if self._rollouts is not None:
-            lengths = self._rollouts.response_lengths
-            outcome = replace(
-                outcome,
-                response_tokens=sum(lengths) / len(lengths),
-                response_tokens_p95=float(max(lengths)),
-                response_tokens_longest=float(max(lengths)),
-            )
+            outcome = replace(outcome, **drawn_lengths(self._rollouts))
         predicted = self._adaptation.memory_factor * self._adaptation.predict_peaks(outcome)[device]
         peak = min(float(self.job.capacities[device]), MOST_LIFT * predicted)
         self._adaptation.learn(replace(outcome, peak_bytes={device: peak}))

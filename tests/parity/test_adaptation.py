@@ -19,18 +19,15 @@ from nereus.runtime.engine import run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
 from storage.records import read_records
-from tests.parity.runs import ODD_TINY, uniform_plan
+from tests.parity.runs import uniform_plan
 from tests.parity.test_transitions import STAGES, Trained, assert_same, read_whole_state
+from tests.parity.test_transitions import TREE as FIXED_TREE
 from tests.runtime.steps import drive
 
 STEPS = 8
 TREE: dict[str, Any] = {
-    "model": {"tiny": ODD_TINY},
-    "rollout": {"prompts_per_step": 9, "max_prompt_tokens": 16, "max_response_tokens": 8},
-    "ppo": {"minibatches": 2, "actor_lr": 3e-3, "critic_lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1},
-    "precision": "float64",
+    **FIXED_TREE,
     "steps": STEPS,
-    "seed": 5,
     "cluster": {"devices": 2, "memory_per_device": "2GiB"},
     "adapt": {"enabled": True},
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_logger
 from prefect.logging.configuration import setup_logging
@@ -26,6 +27,9 @@ def run_here(config: RunConfig, resume_from: str | None = None) -> dict[str, Any
         KeyboardInterrupt: SIGTERM or Ctrl-C ended the run; its workers are freed.
         Exception: what the run failed with, as it was raised.
     """
+    # Prefect's threads would import what runs their loops at the very time when the flow begins; a signal that
+    # interrupts the main thread at that import leaves Python's import lock taken, and they wait for it for ever.
+    anyio.run(_load_backend)
     # Prefect makes its handlers when a flow starts; made now they can be filtered, and it keeps them.
     setup_logging()
     for handler in (*logging.getLogger().handlers, *get_logger("_internal").handlers):
@@ -40,6 +44,12 @@ def run_here(config: RunConfig, resume_from: str | None = None) -> dict[str, Any
             if _follows_a_signal(error):
                 raise KeyboardInterrupt from None
             raise
+
+
+async def _load_backend() -> None:
+    anyio.Event()  # parts of it are loaded when they are first used
+    async with anyio.create_task_group():
+        await anyio.sleep(0)
 
 
 @contextmanager

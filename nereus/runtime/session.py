@@ -23,6 +23,7 @@ from nereus.runtime.measure import collect_metrics, measure_step
 from nereus.runtime.opening import OpenRun, open_run
 from nereus.runtime.redone_steps import STEP_FAILURES, RedoneSteps
 from nereus.runtime.timing import StepClock
+from nereus.runtime.worker import HEAP_ALLOWANCE
 from nereus.tracking import Trackers, open_trackers
 
 __all__ = ["STEP_FAILURES", "NoDevices", "Session", "find_session", "make_engine"]
@@ -141,7 +142,8 @@ class Session(RedoneSteps):
             clock=self._clock,
             peaks=peaks,
         )
-        # The cap of a worker on the CPU counts what its heap has mapped, so that is what its memory is judged by.
+        # The cap of a worker on the CPU counts what its heap has mapped, so that is what its memory is judged by; what
+        # is mapped beyond the holes of a heap is none of the plan's.
         mapped = self._run("memory", "read_mapped_memory", {device: {} for device in self.plan.devices}, step)
         self.outcome = measure_step(
             step=step,
@@ -150,7 +152,7 @@ class Session(RedoneSteps):
             rollouts=self.rollouts,
             plan=self.plan,
             max_response_tokens=self.config.rollout.max_response_tokens,
-            peaks={device: max(peak, mapped[device]) for device, peak in peaks.items()},
+            peaks={d: max(peak, min(mapped[d], int(HEAP_ALLOWANCE * peak))) for d, peak in peaks.items()},
         )
         self._learn(self.outcome, metrics)
         self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more

@@ -3,6 +3,8 @@
 It trains for ever, or is in the midst of a change of the plan for ever, and prints when it has come that far.
 """
 
+import faulthandler
+import signal
 import sys
 import time
 from typing import Any
@@ -50,6 +52,7 @@ class SlowTransition(FakeTransition):
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     if len(sys.argv) > 2:
         SlowSession.graphs[0] = random_graph(seed=4, num_primitives=int(sys.argv[2]))
     flows.ppo.Session = SlowSession

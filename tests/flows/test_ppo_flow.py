@@ -174,10 +174,11 @@ def test_a_signal_in_the_middle_of_anything_frees_the_session(
     sent: signal.Signals, arguments: list[str], where: str, tmp_path: Path
 ):
     (tmp_path / "amber").mkdir()
+    log = (tmp_path / "stderr").open("w")
     flow_process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("slow_run.py")), str(tmp_path / "amber"), *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_API_URL": PREFECT_API_URL.value()},
         preexec_fn=default_interrupts,
@@ -186,9 +187,15 @@ def test_a_signal_in_the_middle_of_anything_frees_the_session(
         assert flow_process.stdout is not None
         assert flow_process.stdout.readline() == f"{where}\n"
         flow_process.send_signal(sent)
-        output, _ = flow_process.communicate(timeout=60)
+        try:
+            output, _ = flow_process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            flow_process.send_signal(signal.SIGUSR1)  # it says where its threads are
+            time.sleep(2)
+            pytest.fail(f"it did not end:\n{(tmp_path / 'stderr').read_text()[-20000:]}")
         assert "stopped" in output
         assert (tmp_path / "amber" / "closed").exists()
     finally:
         flow_process.kill()
         flow_process.wait()
+        log.close()

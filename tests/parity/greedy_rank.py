@@ -6,7 +6,7 @@ from tests.runtime.open_rank import OpenRank
 
 _MOST_BYTES, _LEAST_BYTES = 64 << 20, 16 << 10
 # Left for what it takes to say that memory ran out.
-_SPARE_BLOCKS = 64
+_SPARE_BLOCKS = 8
 
 
 class GreedyRank(OpenRank):

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any, Self, TypeGuard
 
 from nereus.controller.monitor import describe_cap
+from nereus.plan import places_of
 
 # An alarm that goes on is told again after this many steps, not at every one.
 REPEAT_STEPS = 10
@@ -76,7 +77,7 @@ class Alarms:
     def _has_moved(self, line: Mapping[str, Any]) -> bool:
         """Return whether the plan has changed right before this step, or devices hold what they didn't."""
         plan = line.get("plan", {})
-        return bool(self._plan) and _places(plan) != _places(self._plan)
+        return bool(self._plan) and places_of(plan) != places_of(self._plan)
 
     def _describe_gap(self, line: Mapping[str, Any]) -> str | None:
         if "generation_logprob_gap_max" not in line:
@@ -228,10 +229,6 @@ def _reward_window(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | Non
         return None
     mean, std = (fmean(step[name] for step in last) for name in ("reward_mean", "reward_std"))
     return {"step": last[-1]["step"], "mean": mean, "std": std}
-
-
-def _places(plan: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(entry.get(key) for key in ("dp", "tp", "pp", "devices")) for name, entry in plan.items()}
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -120,6 +120,11 @@ class Plan:
         )
 
 
+def places_of(record: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """Return what of a plan's record says where its state lies: all but micro-batches and recomputation."""
+    return {name: tuple(entry.get(key) for key in ("dp", "tp", "pp", "devices")) for name, entry in record.items()}
+
+
 def check_plan(
     plan: Plan,
     specs: Mapping[str, ModelSpec],

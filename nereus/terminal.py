@@ -9,12 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from nereus.plan import Plan
+from nereus.plan import Plan, places_of
 from nereus.progress import Event
 from nereus.report.decisions import describe_decision, format_s
 from nereus.report.plans import split_by_plan
 from nereus.report.story import transition_share
-from nereus.report.transition import describe_change, describe_outcome
+from nereus.report.transition import describe_change, describe_outcome, describe_settings
 
 _HEADINGS = ("step", "reward", "KL/token", "length", "p95", "tokens/s", "seconds")
 _WIDTHS = (7, 8, 9, 8, 7, 9, 8)
@@ -87,26 +87,15 @@ class RunView:
 
     def _show_change(self, plan: Mapping[str, Any]) -> None:
         """Show a plan that is another one, or what of its settings is."""
-        if _places(plan) != _places(self._plan):
+        if places_of(plan) != places_of(self._plan):
             self._show_plan(plan)
         elif plan != self._plan:
-            changes = [
-                f"{name} micro-batch {self._plan[name]['micro_batch']} -> {stage['micro_batch']}"
-                + (", recomputation " + ("on" if stage["recompute"] else "off"))
-                * (stage["recompute"] != self._plan[name]["recompute"])
-                for name, stage in plan.items()
-                if stage != self._plan[name]
-            ]
-            self._print("plan", "; ".join(changes))
+            self._print("plan", describe_settings(self._plan, plan))
             self._plan = plan
 
     def _print(self, label: str, text: str, style: str | None = None) -> None:
         # Square brackets in a reason or a file's name are no markup.
         self._console.print(f"{label:5} {text}", highlight=False, soft_wrap=True, markup=False, style=style)
-
-
-def _places(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: [stage.get(key) for key in ("dp", "tp", "pp", "devices")] for name, stage in plan.items()}
 
 
 def show_plans(console: Console, history: Sequence[Mapping[str, Any]]) -> None:

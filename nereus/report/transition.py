@@ -19,6 +19,18 @@ def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return "; ".join(changed) or "nothing"
 
 
+def describe_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return how the settings of two plan records with the same places differ."""
+    changes = []
+    for name, stage in new.items():
+        before = old[name]
+        if stage["micro_batch"] != before["micro_batch"]:
+            changes.append(f"{name} micro-batch {before['micro_batch']} -> {stage['micro_batch']}")
+        if stage["recompute"] != before["recompute"]:
+            changes.append(f"{name} recomputation {'on' if stage['recompute'] else 'off'}")
+    return "; ".join(changes)
+
+
 def describe_outcome(line: Mapping[str, Any]) -> str:
     """Return what a line of transitions.jsonl came to, such as `12.30 MiB in 0.82 s, committed`."""
     outcome = _OUTCOMES.get(line["outcome"], line["outcome"])

@@ -13,17 +13,19 @@ from typing import Any
 from nereus.alarms import Alarms
 from nereus.commits import read_commit
 from nereus.controller.adaptation import Adaptation, Surroundings
-from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutcome
+from nereus.controller.decision import Boundary, Candidate, Decision, NoPlanError, StepOutcome
+from nereus.cost.load import StepLoad
 from nereus.cost.memory import Workload
 from nereus.emu import emus_of
 from nereus.plan import Plan, stage_of
 from nereus.planner import plan_auto
-from nereus.runtime.control import Frame, first_plan
+from nereus.resume import next_step
 from nereus.runtime.devices_there import Deadlines, DevicesThere, out_of_time
 from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
 from nereus.runtime.engine import CommandError, Engine
+from nereus.runtime.frame import Frame, corrected, first_plan
 from nereus.runtime.opening import OpenRun
-from nereus.runtime.probe import measure_machine, measure_speeds
+from nereus.runtime.probe import measure_machine
 from nereus.runtime.rollouts import Rollouts
 from nereus.supply import Supply
 from nereus.transition.graph import InfeasibleTransition
@@ -67,7 +69,7 @@ class AdaptiveSteps(ElasticSteps):
 
     def _begin_control(self) -> None:
         """Find out what there is, start its workers, and choose the plan to begin or to go on with."""
-        record, first = self._recorded_control(), self._first_step()
+        record, first = self._recorded_control(), next_step(self._opened.commits or ())
         if record is not None:
             cap, precision = self._frame.cap_tokens, self.config.precision
             self._alarms = Alarms.from_record(record["alarms"], cap_tokens=cap, precision=precision)
@@ -93,11 +95,10 @@ class AdaptiveSteps(ElasticSteps):
         """Put what this machine reaches in place of the nominal rates, as far as its memory lets it be measured."""
         devices, kind = supply.present, self.config.cluster.device
         try:
-            speeds = measure_speeds(self._engine, devices, self._opened.staging_root, device_type=kind)
             machine = measure_machine(
                 self._engine,
                 devices,
-                speeds,
+                self._measure(devices),
                 device_type=kind,
                 precision=self.config.precision,
                 memory_bytes=self._frame.cluster.kind.memory_bytes,
@@ -106,7 +107,6 @@ class AdaptiveSteps(ElasticSteps):
             logger.warning("This machine could not be measured (%s); nominal rates stand in for its own.", error)
             self._engine.recover()
             return
-        self._speeds = speeds
         self._frame = self._frame.with_kind(replace(machine, accelerator=self._frame.cluster.kind.accelerator))
 
     def _begin_adapting(self, record: Mapping[str, Any] | None, supply: Supply) -> None:
@@ -129,10 +129,6 @@ class AdaptiveSteps(ElasticSteps):
         if plan is None:
             raise NoDevices(f"No plan fits the devices that are there ({supply.reason}).")
         return plan
-
-    def _first_step(self) -> int:
-        commits = self._opened.commits
-        return commits[-1].step + 1 if commits else 0
 
     def _recorded_control(self) -> dict[str, Any] | None:
         """Return what the newest commit keeps of control; None for a new run, or where it can't be read."""
@@ -197,8 +193,9 @@ class AdaptiveSteps(ElasticSteps):
     def _describe_lack(self, supply: Supply) -> str:
         """Return how much memory is missing on the devices that are there, to be put behind a sentence."""
         assert self._adaptation is not None
-        capacities = {d: int(self.job.capacities[d] / self._adaptation.memory_factor) for d in supply.present}
+        present = {device: self.job.capacities[device] for device in supply.present}
         try:
+            capacities = corrected(present, self._adaptation.memory_factor)
             plan_auto(self.job.specs, capacities, self._workload(), self.config.precision)
         except ValueError as error:
             return f": the {str(error)[0].lower()}{str(error)[1:]}"
@@ -251,7 +248,7 @@ class AdaptiveSteps(ElasticSteps):
         """Return what a move may use, under the load and the correction of memory that are known now."""
         if self._adaptation is None:
             return super()._transition_memory()
-        capacities = {d: int(c / self._adaptation.memory_factor) for d, c in self.job.capacities.items()}
+        capacities = corrected(self.job.capacities, self._adaptation.memory_factor)
         return TransitionMemory.of(self.job.specs, self._workload(), self.config.precision, capacities)
 
     def _workload(self) -> Workload:
@@ -291,20 +288,12 @@ class AdaptiveSteps(ElasticSteps):
             MemoryShort: none of them fits; the load is known now, so a plan that does can be found.
         """
         assert self._adaptation is not None
-        longest = max(self.rollouts.response_lengths)
         load = replace(self._adaptation.load, **drawn_lengths(self.rollouts))
-        boundary = Boundary(
-            step,
-            self._frame.cluster,
-            load,
-            longest + self._frame.prompt_margin_tokens,
-            memory_factor=self._adaptation.memory_factor,
-        )
-        found = self._frame.planning().refit(boundary, self._adaptation.calibration.efficiencies(), self.plan)
+        found = self._refit(step, load, self.plan)
         if found is None:
             self._adaptation.load = load
             raise MemoryShort(
-                f"step {step}: responses of up to {longest} tokens don't fit the plan with any micro-batch"
+                f"step {step}: responses of up to {load.longest_tokens:.0f} tokens fit the plan with no micro-batch"
             )
         for name, stage in found.plan.items():
             if stage_of(name) != "generation":
@@ -334,11 +323,15 @@ class AdaptiveSteps(ElasticSteps):
         assert self._adaptation is not None
         if plan is None or not set(plan.devices) <= set(self._frame.cluster.device_ids):
             return None  # a resumed run may have fewer devices than it began with
-        load = self._adaptation.load
+        found = self._refit(step, self._adaptation.load, plan)
+        return None if found is None else found.latency_s
+
+    def _refit(self, step: int, load: StepLoad, plan: Plan) -> Candidate | None:
+        """Return a plan with the micro-batches and recomputation that suit a load whose lengths are known."""
+        assert self._adaptation is not None
         length = load.longest_tokens + self._frame.prompt_margin_tokens
         boundary = Boundary(step, self._frame.cluster, load, length, memory_factor=self._adaptation.memory_factor)
-        found = self._frame.planning().refit(boundary, self._adaptation.calibration.efficiencies(), plan)
-        return None if found is None else found.latency_s
+        return self._frame.planning.refit(boundary, self._adaptation.calibration.efficiencies(), plan)
 
 
 def drawn_lengths(rollouts: Rollouts) -> dict[str, Any]:

@@ -127,9 +127,8 @@ class Communicator:
             if on_shared_memory:
                 group = _SharedGroup(store, rank, size, watch)
             else:
-                _meet_in_store(
-                    store, rank, size, {}, watch
-                )  # their constructors block without a look at the abort flag
+                # Their constructors block without a look at the abort flag.
+                _meet_in_store(store, rank, size, {}, watch)
                 if torch_device.type == "cuda":
                     group = NcclGroup(store, rank, size, torch_device, watch)
                 else:

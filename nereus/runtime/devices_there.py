@@ -31,7 +31,6 @@ class DevicesThere:
         self._run_dir = run_dir
         self._supply = DeviceSupply.from_record(record, total, trace) if record else DeviceSupply(total, trace)
         self._controls = ControlReader(run_dir)
-        self._noticed: set[int] = set()  # written down already
         self.present: tuple[int, ...] = ()
 
     def begin_again(self, step: int) -> None:
@@ -40,11 +39,11 @@ class DevicesThere:
 
     def look(self, step: int, engine: Engine) -> Supply:
         """Return the devices from the boundary before a step on."""
-        for device in engine.notices() - self._noticed:  # it stays away, until a `scale` says that it is back
-            self._noticed.add(device)
+        noticed = engine.notices()
+        for device in noticed:  # it stays away when its worker is gone too, until a `scale` says that it is back
             with suppress(ValueError):  # it is drained already
                 tell_drain(self._run_dir, device, None)
-        supply = self._supply.at(step, self._controls.read(), quarantined=engine.quarantined)
+        supply = self._supply.at(step, self._controls.read(), noticed=noticed, quarantined=engine.quarantined)
         if self.present and supply.present != self.present:
             logger.info("step %d: devices %s (%s).", step, list(supply.present), supply.reason)
         self.present = supply.present
@@ -64,7 +63,7 @@ def out_of_time(supply: Supply, devices: Collection[int], seconds: float) -> fro
 class Deadlines:
     """Ends the worker of a drained device when its time has come, also in the midst of a step: the device is lost then.
 
-    A context manager with a thread of its own.
+    It has a thread of its own, from `start` to `close`.
     """
 
     def __init__(self, run_dir: str, engine: Engine, in_use: Callable[[], Collection[int]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,7 +96,7 @@ class ElasticSteps(StagedSteps):
         started = [device for device in target.devices if device not in self._engine.pids()]
         if started:
             self._engine.start(started)
-        self._measure(target)
+        self._measure({*self.plan.devices, *target.devices})
         graph = plan_transition(
             self.plan,
             target,
@@ -216,11 +217,12 @@ class ElasticSteps(StagedSteps):
             logger.warning("The commit of step %d can't be read for the transition (%s).", newest.step, error)
             return "none", None
 
-    def _measure(self, target: Plan) -> None:
+    def _measure(self, devices: Collection[int]) -> Speeds:
+        """Return what these devices reach; measured once."""
         if self._speeds is None:
-            devices = sorted({*self.plan.devices, *target.devices})
             root, kind = self._opened.staging_root, self.config.cluster.device
-            self._speeds = measure_speeds(self._engine, devices, root, device_type=kind)
+            self._speeds = measure_speeds(self._engine, sorted(devices), root, device_type=kind)
+        return self._speeds
 
     def _note(self, line: dict[str, Any]) -> None:
         """Write the line of transitions.jsonl, and say in the log how it ended."""

@@ -155,12 +155,8 @@ class Engine(ABC):
         """
 
     def notices(self) -> frozenset[int]:
-        """Return the devices that will go: their worker got SIGTERM since it was started, or since `clear_notices`."""
+        """Return the devices that will go: their worker got SIGTERM since it was started."""
         return frozenset()
-
-    def clear_notices(self) -> None:
-        """Forget the notices so far."""
-        assert not self.notices(), "an engine that gives notices forgets them, too"
 
     def mark_broken(self, reason: str, generation: int | None = None) -> None:
         """Refuse all further commands and wake every worker that waits for a peer.

@@ -21,7 +21,7 @@ from nereus.model.spec import Head, ModelSpec
 from nereus.model.tokens import fetch_tokenizer, read_eos_ids
 from nereus.plan import Plan
 from nereus.rewards import load_reward_function
-from nereus.runtime.control import Frame
+from nereus.runtime.frame import Frame
 from nereus.runtime.run_dir import RunDir
 from nereus.runtime.schedule import Schedule, plan_at, resolve_schedule
 from nereus.runtime.sources import ModelSource
@@ -125,7 +125,7 @@ def prepare_job(config: RunConfig, *, first_step: int = 0) -> Job:
     capacities = _capacities(config)
     specs = {name: source.spec for name, source in sources.items()}
     memory = TransitionMemory.of(specs, workload, config.precision, capacities)
-    frame = Frame.of(config, specs, prompts, capacities, stages_remotely=_stages_remotely(config))
+    frame = Frame.of(config, specs, prompts, capacities, staging_buffer_bytes=workload.staging_buffer_bytes)
     schedule = resolve_schedule(config, memory, capacities, frame, first_step=first_step)
     return Job(
         config=config,

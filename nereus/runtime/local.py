@@ -245,11 +245,6 @@ class LocalEngine(Engine):
         """Return the devices whose live worker got SIGTERM; see `Engine.notices`."""
         return frozenset(worker.device for worker in self._live_workers() if worker.is_noticed)
 
-    def clear_notices(self) -> None:
-        """Forget the notices so far."""
-        for worker in self._live_workers():
-            worker.is_noticed = False
-
     def rss_bytes(self) -> dict[int, int]:
         """Return the resident bytes of each live worker as of its last beat."""
         return {worker.device: worker.rss_bytes for worker in self._live_workers()}

@@ -7,6 +7,7 @@ make_ready -> decide -> transition: from what lives at the step's start, or else
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -77,23 +78,23 @@ class RedoneSteps(AdaptiveSteps):
         if self._adaptation is None:
             raise error
         self._tries[step] = self._tries.get(step, 0) + 1
-        is_memory = isinstance(error, MemoryShort) or (isinstance(error, CommandError) and error.out_of_memory)
+        full = error.device if isinstance(error, CommandError) and error.out_of_memory else None
+        is_memory = isinstance(error, MemoryShort) or full is not None
         dead = set(self.plan.devices) - set(self._engine.pids())
         if self._tries[step] >= MOST_TRIES or not (dead or is_memory):
             raise error
-        if isinstance(error, CommandError) and error.out_of_memory and error.device is not None:
-            self._learn_of_memory(step, error.device)
+        if full is not None:
+            self._learn_of_memory(step, full)
         if self._engine.broken is not None:
             self._engine.recover(step=step, may_shrink=True)
             self._is_torn = True
         lost = set(self.plan.devices) if self._is_updating else dead
-        if isinstance(error, CommandError) and error.out_of_memory and error.device is not None:
-            lost.add(error.device)
+        if full is not None:
+            lost.add(full)
             afresh = sorted(lost & set(self._engine.pids()))
             self._engine.release(afresh)  # a heap that was full stays full of holes
             self._engine.start(afresh)
-        self._lost = frozenset(lost)
-        self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
+        self._forget_step(lost)
         logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))
         return {"step": step, "lost": sorted(dead), "reason": str(error)}
 
@@ -102,11 +103,14 @@ class RedoneSteps(AdaptiveSteps):
         if step in self._alarmed:
             raise error
         self._alarmed.add(step)
-        self._lost, self._is_updating, self.kl, self._rollouts = (
-            frozenset(self.plan.devices), False, self._kl_before, None
-        )  # fmt: skip
+        self._forget_step(self.plan.devices)
         logger.warning("%s; the run goes on from its last commit.", error)
         return {"step": step, "lost": [], "reason": str(error)}
+
+    def _forget_step(self, lost: Collection[int]) -> None:
+        """Take back what the step in flight has changed in the driver; `lost` devices hold nothing of use."""
+        self._lost = frozenset(lost)
+        self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
 
     def _learn_of_memory(self, step: int, device: int) -> None:
         """Take in that a device needed more than it has.

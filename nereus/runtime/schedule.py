@@ -10,7 +10,7 @@ from nereus.config import RunConfig
 from nereus.cost.memory import check_memory
 from nereus.plan import Plan
 from nereus.planner import plan_auto, resolve_plan
-from nereus.runtime.control import Frame, first_plan
+from nereus.runtime.frame import Frame, first_plan
 from nereus.transition.graph import plan_transition
 from nereus.transition.memory import TransitionMemory
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Largest error of the first ratio, and largest difference of sampler's and trainer's log-probs of a token, that exact
-# copies give. In bfloat16 both round differently by as much as the model makes of it: so many times the largest before.
+from nereus.alarms import GAP_JUMP, GAP_MOST
+
+# Largest error of the first ratio that exact copies give; log-probs are held against the limits of the training alarms.
 MOST_RATIO_ERROR = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
-MOST_GAP, GAP_JUMP = {"float64": 1e-9, "float32": 1e-3}, 3.0
 
 
 class StateAlarm(RuntimeError):
@@ -44,5 +44,5 @@ class StateCheck:
 
     def _most_gap(self) -> float:
         if self._precision != "bfloat16":
-            return MOST_GAP[self._precision]
+            return GAP_MOST[self._precision]
         return GAP_JUMP * self._largest_gap or math.inf

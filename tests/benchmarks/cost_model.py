@@ -26,8 +26,8 @@ from nereus.controller.decision import Boundary, Candidate
 from nereus.cost.memory import USABLE_SHARE, estimate_memory
 from nereus.cost.step import estimate_step
 from nereus.plan import Plan
-from nereus.runtime.control import Frame
 from nereus.runtime.engine import Engine
+from nereus.runtime.frame import Frame
 from nereus.runtime.job import prepare_job
 from nereus.runtime.probe import measure_machine, measure_speeds
 from nereus.runtime.session import make_engine

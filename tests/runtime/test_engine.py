@@ -390,10 +390,6 @@ def test_sigterm_is_a_notice_and_the_work_goes_on(group_engine: LocalEngine, at_
     nap.result(timeout=10)
     assert_recovered(group_engine, 2)
     assert group_engine.pids() == before
-    group_engine.clear_notices()
-    assert group_engine.notices() == frozenset()
-    os.kill(before[1], signal.SIGTERM)
-    assert wait_for(lambda: group_engine.notices() == {1})
     break_it(group_engine, (1, signal.SIGKILL))
     assert group_engine.recover() == (1,) and group_engine.notices() == frozenset()  # of the process that is gone
     os.kill(group_engine.pids()[0], signal.SIGTERM)

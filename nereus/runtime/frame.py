@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from nereus.cluster import Cluster, NodeKind, local_cluster
@@ -18,7 +19,6 @@ from nereus.cost.efficiency import Efficiencies, first_guess
 from nereus.cost.load import StepLoad
 from nereus.cost.step import JobSpec
 from nereus.data import PromptTokens
-from nereus.limits import REMOTE_STAGING_BUFFER_BYTES, STAGING_BUFFER_BYTES
 from nereus.model.spec import ModelSpec
 from nereus.plan import Plan
 from nereus.transition.memory import TransitionMemory
@@ -53,7 +53,7 @@ class Frame:
         prompts: Sequence[PromptTokens],
         capacities: Mapping[int, int],
         *,
-        stages_remotely: bool,
+        staging_buffer_bytes: int,
     ) -> Frame:
         """Return the frame of a checked config."""
         lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -66,7 +66,7 @@ class Frame:
             response_tokens_p95=float(cap),
             epochs=config.ppo.epochs,
             slot_tokens=longest + cap,
-            staging_buffer_bytes=REMOTE_STAGING_BUFFER_BYTES if stages_remotely else STAGING_BUFFER_BYTES,
+            staging_buffer_bytes=staging_buffer_bytes,
         )
         threads = config.cluster.threads_per_device
         cluster = local_cluster(len(capacities), min(capacities.values()), threads_per_device=threads)
@@ -78,7 +78,9 @@ class Frame:
         """Return the frame on machines as they were measured."""
         return replace(self, cluster=replace(self.cluster, kind=kind))
 
+    @cached_property
     def planning(self) -> CostPlanning:
+        """The planner's answers for the job."""
         return CappedPlanning(self.spec, self.cluster, self.micro_batch)
 
     def calibration(self) -> Calibration:
@@ -96,11 +98,11 @@ class Frame:
 
     def begin(self, plan: Plan, config: RunConfig) -> Adaptation:
         """Return the control of a job that begins on a plan."""
-        return self._adaptation(Controller(plan, self.planning(), settings_of(config)), self.calibration())
+        return self._adaptation(Controller(plan, self.planning, settings_of(config)), self.calibration())
 
     def go_on(self, record: Mapping[str, Any], config: RunConfig) -> Adaptation:
         """Return the control of a job that goes on, from what its staged state keeps."""
-        controller = Controller.from_record(record["controller"], self.planning(), settings_of(config))
+        controller = Controller.from_record(record["controller"], self.planning, settings_of(config))
         adaptation = self._adaptation(controller, Calibration.from_record(record["calibration"]))
         adaptation.go_on_from(record)
         return adaptation
@@ -117,6 +119,11 @@ class Frame:
             cluster=self.cluster,
             first_memory_factor=1.0,  # a plan that has passed the door isn't doubted before anything was measured
         )
+
+
+def corrected(capacities: Mapping[int, int], memory_factor: float) -> dict[int, int]:
+    """Return what devices hold in bytes of uncorrected predictions, which are to be multiplied by the factor."""
+    return {device: int(capacity / memory_factor) for device, capacity in capacities.items()}
 
 
 def settings_of(config: RunConfig) -> Settings:
@@ -147,7 +154,7 @@ class CappedPlanning(CostPlanning):
         """Return the plans whose units can be filled, which takes buffers beside them."""
         accelerator = boundary.cluster.kind.accelerator
         load = boundary.load.memory_workload(boundary.memory_tokens, accelerator=accelerator)
-        capacities = {d: int(c / boundary.memory_factor) for d, c in boundary.cluster.capacities.items()}
+        capacities = corrected(boundary.cluster.capacities, boundary.memory_factor)
         memory = TransitionMemory.of(self._job.specs, load, self._job.precision, capacities)
         return [self._capped(each) for each in candidates if memory.takes(each.plan)]
 
@@ -167,7 +174,7 @@ def first_plan(frame: Frame, devices: Sequence[int] | None = None, *, may_grow: 
         may_grow: whether responses as long as the cap may be left to a later plan, where none fits them now; else they
             must fit from the start.
     """
-    planning, efficiencies, length = frame.planning(), frame.calibration().efficiencies(), float(frame.cap_tokens)
+    planning, efficiencies, length = frame.planning, frame.calibration().efficiencies(), float(frame.cap_tokens)
     while length >= 1:
         found = planning.search(frame.boundary(0, length, devices), efficiencies, None)
         if found or not may_grow:

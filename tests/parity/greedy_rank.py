@@ -1,6 +1,8 @@
-"""A rank that can be told to use up its worker's memory."""
+"""A rank that can be told to use up its worker's memory, or to spoil what it holds."""
 
 import mmap
+
+import torch
 
 from tests.runtime.open_rank import OpenRank
 
@@ -28,3 +30,9 @@ class GreedyRank(OpenRank):
         except MemoryError:
             del self._blocks[-_SPARE_BLOCKS:]
         return sum(map(len, self._mapped)) + sum(map(len, self._blocks))
+
+    @torch.no_grad()
+    def spoil(self) -> None:
+        """Change the weights that generate, as a copy that went wrong would."""
+        for parameter in self.units["actor.generation"].shard.parameters():
+            parameter.mul_(1.01)

@@ -153,6 +153,16 @@ def test_memory_that_really_runs_out(fixed: Adapted, tmp_path: Path) -> None:
     assert any(decision["step"] == 3 and "lost the state" in decision["reason"] for decision in run.decisions)
 
 
+def test_wrong_weights_after_a_move_lead_back_to_the_last_commit(fixed: Adapted, tmp_path: Path) -> None:
+    def spoil(session: Session) -> None:
+        devices = session.plan["actor.generation"].devices
+        run_command(session._engine, "spoil", {device: {} for device in devices}, label="spoil", step=None)
+
+    run = train(tmp_path / "run", at(3, "generate", spoil), drift={"devices": [[0, 2], [3, 1]]})
+    assert_same(run, fixed)
+    assert [line["outcome"] for line in run.transitions if line["step"] == 3] == ["committed", "recovered"]
+
+
 def test_a_notice_moves_the_job_off_the_device(fixed: Adapted, tmp_path: Path) -> None:
     """SIGTERM to a worker: the step goes on, the next one runs elsewhere, and nothing was lost."""
 

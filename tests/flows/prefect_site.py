@@ -15,6 +15,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.chaos.runs import TAG, processes_with
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 40.0
+BUSY_LIMIT_S = 60.0
 
 
 @dataclass
@@ -68,11 +70,18 @@ class PrefectSite:
         assert done.returncode == 0, done.stdout.decode()
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Ask the server: GET, or POST with a body."""
+        """Ask the server: GET, or POST with a body. As Prefect's own clients do, ask again while its database is busy."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.api + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        deadline = time.monotonic() + BUSY_LIMIT_S
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
 
     def read_log(self, name: str) -> str:
         """Return what the server or the worker has said so far."""

@@ -70,7 +70,7 @@ class PrefectSite:
         assert done.returncode == 0, done.stdout.decode()
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Ask the server: GET, or POST with a body. As Prefect's own clients do, ask again while its database is busy."""
+        """Ask the server: GET, or POST with a body; while its database is busy ask again, as Prefect's clients do."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.api + path, data, {"Content-Type": "application/json"})
         deadline = time.monotonic() + BUSY_LIMIT_S

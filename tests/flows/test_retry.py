@@ -127,6 +127,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.05)
 
+
 def state_of(site: PrefectSite, flow_run: str) -> str:
     return site.request(f"/flow_runs/{flow_run}")["state"]["type"]
 

@@ -7,7 +7,9 @@ can't go on, `transition` leads to it. A step that loses a device, or runs out o
 """
 
 import uuid
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -48,10 +50,12 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
         config: the run; every key has a default.
         resume_from: run directory of another flow run to go on with, from its last commit; empty: a new run.
     """
+    run_id = choose_run_id(config, resume_from)
     # Success, failure, cancel and SIGTERM all leave through here, and the workers are freed.
-    with Session.open(
-        config, run_id=choose_run_id(config, resume_from), flow_run_id=flow_run.id, resume_from=resume_from
-    ) as session:
+    with (
+        suspended_without_devices(run_id),
+        Session.open(config, run_id=run_id, flow_run_id=flow_run.id, resume_from=resume_from) as session,
+    ):
         announce(session)
         progress, staged = ProgressArtifact(session.steps), StateArtifact(session.run_dir)
         history = session.read_metrics()
@@ -67,8 +71,9 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
             except STEP_FAILURES as error:
                 make_ready(session.run_id, step, error)
                 continue
-            except NoDevices as error:
-                end_early(session, error)
+            except NoDevices:
+                session.settle()
+                raise
             progress.update(step, history[-1])
             staged.update(session.newest_state)
         summary = session.finish()
@@ -107,13 +112,16 @@ def gather(*futures: PrefectFuture[Any]) -> None:
         raise next((error for error in errors if getattr(error, "device", None) is not None), errors[0])
 
 
-def end_early(session: Session, reason: NoDevices) -> NoReturn:
-    """Finish the pending commit and end the flow run: suspended where it has a deployment, to be resumed in the UI."""
-    session.settle()
-    if deployment.id is not None:
-        # With a key of its own: a run that is resumed begins from the top, and would take its next end for this one.
-        suspend_flow_run(key=f"{session.run_id}-{session.next_step}-{uuid.uuid4().hex[:8]}")
-    raise reason
+@contextmanager
+def suspended_without_devices(run_id: str) -> Iterator[None]:
+    """Suspend a deployed flow run that can't go on with the devices there are; another one fails and can be resumed."""
+    try:
+        yield
+    except NoDevices:
+        if deployment.id is not None:
+            # A key of its own: a run that is resumed begins from the top, and would take its next end for this one.
+            suspend_flow_run(key=f"{run_id}-{uuid.uuid4().hex[:8]}")
+        raise
 
 
 def choose_run_id(config: RunConfig, resume_from: str | None = None) -> str:

@@ -127,7 +127,7 @@ class AdaptiveSteps(ElasticSteps):
             return self.plan
         plan = first_plan(self._frame, supply.present, may_grow=True)
         if plan is None:
-            raise NoDevices(f"No plan fits the devices that are there ({supply.reason}).")
+            raise NoDevices(f"No plan fits the devices that are there ({supply.reason}){self._describe_lack(supply)}")
         return plan
 
     def _recorded_control(self) -> dict[str, Any] | None:
@@ -192,14 +192,17 @@ class AdaptiveSteps(ElasticSteps):
 
     def _describe_lack(self, supply: Supply) -> str:
         """Return how much memory is missing on the devices that are there, to be put behind a sentence."""
-        assert self._adaptation is not None
-        present = {device: self.job.capacities[device] for device in supply.present}
+        if self._adaptation is None:  # nothing is known of lengths: not even responses of one token fit
+            factor, load = 1.0, self._frame.spec.load
+            workload = load.memory_workload(1.0, accelerator=self._frame.cluster.kind.accelerator)
+        else:
+            factor, workload = self._adaptation.memory_factor, self._workload()
+        capacities = corrected({device: self.job.capacities[device] for device in supply.present}, factor)
         try:
-            capacities = corrected(present, self._adaptation.memory_factor)
-            plan_auto(self.job.specs, capacities, self._workload(), self.config.precision)
+            plan_auto(self.job.specs, capacities, workload, self.config.precision)
         except ValueError as error:
             return f": the {str(error)[0].lower()}{str(error)[1:]}"
-        return ""
+        return "."
 
     def _stage_now(self, step: int) -> None:
         """Have the state of this boundary committed: there is no time to copy it from a device that goes."""

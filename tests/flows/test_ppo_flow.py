@@ -89,6 +89,22 @@ def test_without_devices_the_run_commits_and_ends(tmp_path: Path, monkeypatch: p
     assert session.calls[-1] == ("settle", 2) and session.closed
 
 
+@pytest.mark.parametrize("at_opening", [True, False])
+def test_a_deployed_run_without_devices_is_suspended(at_opening: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the middle as at its beginning, when it is resumed and there is still nothing to run on."""
+
+    def find_none(*_: object, **__: object) -> None:
+        raise NoDevices("No plan fits the devices that are there.")
+
+    keys: list[str] = []
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "d")
+    monkeypatch.setattr(flows.ppo, "suspend_flow_run", lambda key: keys.append(key))
+    monkeypatch.setattr(FakeSession, *(("open", find_none) if at_opening else ("ends_at", 1)))
+    with pytest.raises(NoDevices):
+        flows.ppo.train_ppo(config_in(tmp_path, "steps=2"))
+    assert [key.rsplit("-", 1)[0] for key in keys] == ["amber"]
+
+
 def test_stages_without_shared_results_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     inside, most = set(), set()
 

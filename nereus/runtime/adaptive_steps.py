@@ -313,10 +313,10 @@ class AdaptiveSteps(ElasticSteps):
             return
         self._adaptation.controller.plan = self.plan
         self._adaptation.learn(outcome)
-        metrics["predicted_s"] = {
-            "current": self._predict(outcome.step, self.plan),
-            "initial": self._predict(outcome.step, self._initial),
-        }
+        current = initial = self._predict(outcome.step, self.plan)
+        if self._initial is None or emus_of(self._initial) != emus_of(self.plan):  # else its settings are picked anew
+            initial = self._predict(outcome.step, self._initial)
+        metrics["predicted_s"] = {"current": current, "initial": initial}
         if self._decided:
             self._write_decisions(outcome.step)
             self._decided.clear()

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "staged_state": ("--quick",),
     "transition": ("--quick",),
     "transition_graph": ("--quick",),
+    "measuring": ("--quick",),
 }
 
 

@@ -156,3 +156,22 @@ def _time(call: Callable[[], Tensor]) -> float:
         call()
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)
+
+
+class CountingRank(Rank):
+    """A worker that counts what its communicators note."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._calls, add = 0, context.spending.add
+
+        def count(name: str, seconds: float, num_bytes: int) -> None:
+            self._calls += 1
+            add(name, seconds, num_bytes)
+
+        context.spending.add = count  # type: ignore[method-assign]
+
+    def take_calls(self) -> int:
+        """Return how many calls were noted since this was asked last."""
+        taken, self._calls = self._calls, 0
+        return taken

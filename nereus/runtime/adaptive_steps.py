@@ -58,6 +58,7 @@ class AdaptiveSteps(ElasticSteps):
         self._devices: DevicesThere | None = None
         self._deadlines = Deadlines(run.run_dir.url, engine, lambda: self.plan.devices)
         self._decided: list[Decision] = []  # at the step that is about to begin
+        self._to_journal: list[dict[str, Any]] = []  # decisions since the last commit, as they turned out
         self._alarms = Alarms(cap_tokens=self._frame.cap_tokens, precision=self.config.precision)
 
     @property
@@ -150,6 +151,10 @@ class AdaptiveSteps(ElasticSteps):
             control |= {**self._adaptation.to_record(), "initial": self._initial.to_record()}
         return {**state, "control": control}
 
+    def _take_notes(self) -> dict[str, Any]:
+        decisions, self._to_journal = self._to_journal, []
+        return {**super()._take_notes(), **({"decisions": decisions} if decisions else {})}
+
     # At a boundary
 
     def _look(self, step: int) -> Supply:
@@ -210,7 +215,7 @@ class AdaptiveSteps(ElasticSteps):
         self._staging.wait()
         newest = self._staging.newest
         if step and (newest is None or newest.step != step - 1):
-            self._staging.begin(step - 1, self._run_state(step - 1), self.plan.to_record())
+            self._begin_commit(step - 1)
             self._staging.wait()
 
     def _check_devices(self, supply: Supply) -> None:
@@ -275,6 +280,9 @@ class AdaptiveSteps(ElasticSteps):
             self._adaptation.controller.plan = self.plan
         return line
 
+    def _journal_transition(self, body: dict[str, Any]) -> None:
+        super()._journal_transition({**body, **({"decision": self._decided[-1].to_record()} if self._decided else {})})
+
     # The step
 
     def generate(self, step: int) -> dict[str, Any]:
@@ -319,6 +327,7 @@ class AdaptiveSteps(ElasticSteps):
         metrics["predicted_s"] = {"current": current, "initial": initial}
         if self._decided:
             self._write_decisions(outcome.step)
+            self._to_journal += [decision.to_record() for decision in self._decided]
             self._decided.clear()
 
     def _predict(self, step: int, plan: Plan | None) -> float | None:

@@ -93,8 +93,17 @@ class StagedSteps(PpoSteps):
         is_due = (step + 1) % self.config.staging.every == 0 or step + 1 == self.config.steps
         if is_due:
             with self._clock.span("staging"):
-                self._staging.begin(step, self._run_state(step), self.plan.to_record())
+                self._begin_commit(step)
         return {"begun": step if is_due else None, "newest": self.newest_state}
+
+    def _begin_commit(self, step: int) -> None:
+        """Begin to commit the state at the end of a step: that of now."""
+        assert self._staging is not None
+        self._staging.begin(step, self._run_state(step), self.plan.to_record(), self._take_notes())
+
+    def _take_notes(self) -> dict[str, Any]:
+        """Return what the journal is to say with the next commit."""
+        return {}
 
     def _run_state(self, step: int) -> dict[str, Any]:
         return {
@@ -119,5 +128,5 @@ class StagedSteps(PpoSteps):
         self._staging.wait()
         last, newest = self.next_step - 1, self._staging.newest
         if last >= 0 and (newest is None or newest.step != last):
-            self._staging.begin(last, self._run_state(last), self.plan.to_record())
+            self._begin_commit(last)
             self._staging.wait()

@@ -41,6 +41,7 @@ class _Pending:
     step: int
     name: str
     feed: RecordFeed
+    notes: Mapping[str, Any]
 
 
 class Staging:
@@ -90,15 +91,21 @@ class Staging:
         """The commit that a resume would go on from."""
         return self._commits[-1] if self._commits else None
 
-    def begin(self, step: int, run_state: dict[str, Any], plan: dict[str, Any]) -> None:
+    def begin(
+        self, step: int, run_state: dict[str, Any], plan: dict[str, Any], notes: Mapping[str, Any] | None = None
+    ) -> None:
         """Begin to write the state at the end of `step`, once the commit before is done.
+
+        Args:
+            run_state: what the set keeps beside the tensors.
+            notes: what the journal's record says beside the place of the set.
 
         Raises:
             FencedOff: another driver has taken the run over.
         """
         self.wait()
         name = f"step-{step:08d}-{self._owner.number}"
-        self._pending = pending = _Pending(step, name, RecordFeed())
+        self._pending = pending = _Pending(step, name, RecordFeed(), notes or {})
         folder = join_url(self._root, name)
         self._queue = ShardQueue.at(folder, self._engine, self._orders, self._spare_bytes, pending.feed.put)
         arguments = (self._queue, pending, run_state, plan)
@@ -231,7 +238,7 @@ class Staging:
             records = shards.write_all()
             manifest = Manifest(self._run_id, step, run_state, plan, records)
             checksum = tried(lambda: self._write_manifest(name, manifest))
-            body = {"step": step, "set": name, "manifest": checksum}
+            body = {"step": step, "set": name, "manifest": checksum, **pending.notes}
             self._doubtful.append(name)
             entry = tried(lambda: self._owner.journal.append("commit", body))
             self._take_note(Commit.of(entry))

@@ -18,6 +18,7 @@ from nereus.runtime.deaths import Deaths
 from nereus.runtime.engine import run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
+from storage.journal import Journal
 from storage.records import read_records
 from tests.parity.runs import uniform_plan
 from tests.parity.test_transitions import STAGES, Trained, assert_same, read_whole_state
@@ -107,6 +108,10 @@ def test_devices_go_and_come_back(fixed: Adapted, tmp_path: Path) -> None:
     assert urgent["verdict"] == "urgent" and "devices that are gone" in urgent["reason"]
     assert run.metrics[3]["devices_present"] == [0]
     assert {d for stage in run.metrics[4]["plan"].values() for d in stage["devices"]} == {0}
+    entries = Journal(os.fspath(tmp_path / "run")).entries()
+    assert [d for entry in entries if entry.kind == "commit" for d in entry.body.get("decisions", ())] == run.decisions
+    moved = next(entry.body["decision"] for entry in entries if entry.kind == "transition" and entry.body["step"] == 3)
+    assert (moved["verdict"], moved["reason"]) == (urgent["verdict"], urgent["reason"])
 
 
 SOME = ("infer_values", "train_critic")

@@ -244,10 +244,12 @@ class AdaptiveSteps(ElasticSteps):
                 self._take_settings(due)
                 return False
         tries = self._attempts.get(due, []).count(step)
-        if tries >= MOST_ATTEMPTS:
+        if tries >= 2 * MOST_ATTEMPTS:
             raise CommandError(
                 f"the move to the plan for step {step} failed {tries} times", label="transition", step=step
             )
+        if tries >= MOST_ATTEMPTS:  # what can't be moved is built again from the last commit
+            self._lost = frozenset(self.plan.devices)
         return True
 
     # The move
@@ -267,7 +269,9 @@ class AdaptiveSteps(ElasticSteps):
 
     def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
         if set(self.plan.devices) <= self._lost:
-            raise InfeasibleTransition("the step that was broken off had begun to change what is trained")
+            failed = self._attempts[target].count(step) > MOST_ATTEMPTS
+            broken_off = "the step that was broken off had begun to change what is trained"
+            raise InfeasibleTransition("no move to this plan has come to its end" if failed else broken_off)
         return super()._plan_move(step, target)
 
     def run_transition(self, submit: Any = None) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+import nereus.runtime.elastic_steps
 from nereus.config import build_config
 from nereus.control import tell_drain
 from nereus.runtime.deaths import Deaths
 from nereus.runtime.engine import run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
+from nereus.transition.graph import InfeasibleTransition
 from storage.journal import Journal
 from storage.records import read_records
 from tests.parity.runs import uniform_plan
@@ -181,6 +183,23 @@ def test_a_notice_moves_the_job_off_the_device(fixed: Adapted, tmp_path: Path) -
     assert_same(run, fixed)
     assert devices_of(run.metrics[3]) == {0, 1} and devices_of(run.metrics[4]) == {0} == devices_of(run.metrics[7])
     assert "device 1 is drained" not in run.decisions[-1]["reason"]
+
+
+@pytest.mark.long
+def test_where_no_move_leads_the_last_commit_does(
+    fixed: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan in force has lost its device, and no transfer to another one is possible."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise InfeasibleTransition("there is no room")
+
+    monkeypatch.setattr(nereus.runtime.elastic_steps, "plan_transition", refuse)
+    run = train(tmp_path / "run", drift={"devices": [[0, 2], [3, 1]]})
+    assert_same(run, fixed)
+    outcomes = [line["outcome"] for line in run.transitions if line["step"] == 3]
+    assert outcomes == ["rolled_back", "rolled_back", "recovered"]
+    assert devices_of(run.metrics[3]) == {0}
 
 
 @pytest.mark.long

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from nereus.layout import Layout
 from nereus.model.spec import ModelSpec
-from nereus.plan import StagePlan
+from nereus.plan import Plan, StagePlan
+from nereus.transition.memory import TransitionMemory
 from nereus.transition.overlap import common_elements
 
 NodeOf = Callable[[int], int]
@@ -20,6 +22,32 @@ NodeOf = Callable[[int], int]
 def one_node(device: int) -> int:
     """Say of every device that it is on the same node."""
     return 0
+
+
+def assign_devices(
+    current: Plan, target: Plan, memory: TransitionMemory, lost: Collection[int], node_of: NodeOf
+) -> Plan:
+    """Return the target with each model-stage's devices in the order that moves least, as far as its steps then fit."""
+    stages: dict[str, StagePlan] = {}
+    known: dict[tuple[Any, ...], tuple[int, ...]] = {}  # model-stages often lie on the same devices
+    for name, stage in target.items():
+        old, spec = current[name], memory.specs[name]
+        live = [replica for replica in old.replicas if not lost or set(lost).isdisjoint(replica)]
+        if live:
+            if len(live) < old.dp:
+                old = replace(old, dp=len(live), devices=tuple(device for replica in live for device in replica))
+            key = (spec, old.layout, old.devices, stage.layout, stage.devices)
+            if key not in known:
+                known[key] = assign_ranks(old, stage, spec, node_of).devices
+            stages[name] = stage if known[key] == stage.devices else replace(stage, devices=known[key])
+    best = Plan.of({**dict(target.items()), **stages})
+    if best == target or memory.takes(best):
+        return best
+    for name, stage in stages.items():
+        changed = target.with_stage(name, devices=stage.devices)
+        if memory.takes(changed):
+            target = changed
+    return target
 
 
 def assign_ranks(current: StagePlan, target: StagePlan, spec: ModelSpec, node_of: NodeOf = one_node) -> StagePlan:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
+from nereus.emu import Emu
 from nereus.layout import Layout
-from nereus.plan import Plan, StagePlan, stage_of
-from nereus.transition.assign import NodeOf, assign_ranks, one_node
+from nereus.plan import Plan, stage_of
+from nereus.transition.assign import NodeOf, assign_devices, one_node
 from nereus.transition.critical_path import price_graph
 from nereus.transition.dead_end import DeadEnd
 from nereus.transition.draft import Draft
 from nereus.transition.durations import durations
-from nereus.transition.local import GENERATION, stage_changes
+from nereus.transition.local import GENERATION, StageChange, sides_of, stage_changes
 from nereus.transition.memory import TransitionMemory, format_bytes, resident_bytes
 from nereus.transition.order import SerialOrder
-from nereus.transition.primitives import TransitionGraph
+from nereus.transition.primitives import Primitive, TransitionGraph
 from nereus.transition.resource_edges import find_resource_edges
 from nereus.transition.shorten import shorten
+from nereus.transition.sources import one_part
 from nereus.transition.speeds import Speeds
 from nereus.transition.stage_state import StageState
+from nereus.transition.stencil import Stencil
+from nereus.transition.twins import find_twins, only_on
 
 # Whether the state of this boundary is in storage: not at all, on its way, or committed.
 StagedSet = Literal["none", "pending", "committed"]
@@ -90,32 +95,6 @@ def check_devices(current: Plan, target: Plan, memory: TransitionMemory, lost: C
                 )
 
 
-def assign_devices(
-    current: Plan, target: Plan, memory: TransitionMemory, lost: Collection[int], node_of: NodeOf
-) -> Plan:
-    """Return the target with each model-stage's devices in the order that moves least, as far as its steps then fit."""
-    stages: dict[str, StagePlan] = {}
-    known: dict[tuple[Any, ...], tuple[int, ...]] = {}  # model-stages often lie on the same devices
-    for name, stage in target.items():
-        old, spec = current[name], memory.specs[name]
-        live = [replica for replica in old.replicas if not lost or set(lost).isdisjoint(replica)]
-        if live:
-            if len(live) < old.dp:
-                old = replace(old, dp=len(live), devices=tuple(device for replica in live for device in replica))
-            key = (spec, old.layout, old.devices, stage.layout, stage.devices)
-            if key not in known:
-                known[key] = assign_ranks(old, stage, spec, node_of).devices
-            stages[name] = stage if known[key] == stage.devices else replace(stage, devices=known[key])
-    best = Plan.of({**dict(target.items()), **stages})
-    if best == target or memory.takes(best):
-        return best
-    for name, stage in stages.items():
-        changed = target.with_stage(name, devices=stage.devices)
-        if memory.takes(changed):
-            target = changed
-    return target
-
-
 class _Build:
     """One pair of plans, tried with more and more model-stages through storage."""
 
@@ -131,12 +110,17 @@ class _Build:
         self._current, self._target, self._memory = current, target, memory
         self._is_pending, self._node_of = staged_set == "pending", node_of
         self._lost = lost
-        self._changes = stage_changes(current, target, lost)
+        self._sides = sides_of(current, target)
         frozen = {name for name in target if stage_of(name) == "inference"}
         self._recoverable = frozenset(target) if staged_set == "committed" else frozenset(frozen)
         devices = sorted({*current.devices}.difference(lost) | {*target.devices})
         held = {**resident_bytes(current, memory, [*devices, *lost]), **dict.fromkeys(lost, 0)}
         self._free = {device: memory.usable_bytes[device] - held[device] for device in devices}
+        self._twins = () if lost else find_twins(self._sides, self._free, node_of)
+
+    @cached_property
+    def _changes(self) -> tuple[StageChange, ...]:
+        return stage_changes(self._sides, self._lost)
 
     def graph(self, staged: frozenset[str]) -> TransitionGraph:
         """Return the graph with just these model-stages through storage.
@@ -161,15 +145,47 @@ class _Build:
                 staged = staged | {more}
 
     def _try(self, staged: frozenset[str]) -> TransitionGraph:
+        if self._twins:
+            try:
+                return self._of_twins(staged)
+            except DeadEnd:
+                pass  # what doesn't go part by part may go where parts help each other
+        changes = self._changes
+        drafts = self._drafts(changes, self._free, staged)
+        return self._graph(self._finals(drafts, self._free), (unit for change in changes for unit in change.kept))
+
+    def _of_twins(self, staged: frozenset[str]) -> TransitionGraph:
+        """Return the graph in which every part of the devices goes its own way, and twins the same."""
+        part_of = {device: number for number, twins in enumerate(self._twins) for device in twins[0].devices}
+        free = {device: self._free[device] for device in part_of}
+        changes = stage_changes(only_on(self._sides, free))
+        primitives = self._finals(self._drafts(changes, free, staged, part_of.__getitem__), free)
+        stencil = Stencil(self._twins)
+        kept = (unit for change in changes for unit in stencil.units_on_all(change.kept))
+        return self._graph((copy for primitive in primitives for copy in stencil.copies(primitive)), kept)
+
+    def _drafts(
+        self,
+        changes: Sequence[StageChange],
+        free: Mapping[int, int],
+        staged: frozenset[str],
+        part_of: Callable[[int], int] = one_part,
+    ) -> list[Draft]:
+        """Return what leads from one side of some changes to the other, in a serial order.
+
+        Raises:
+            DeadEnd: no such order was found.
+        """
         for release_first in (False, True):
             order = SerialOrder(
-                self._changes,
+                changes,
                 self._memory,
-                self._free,
+                free,
                 staged=staged,
                 recoverable=self._recoverable,
                 node_of=self._node_of,
                 lost=self._lost,
+                part_of=part_of,
             )
             try:
                 order.run(release_first=release_first)
@@ -177,20 +193,23 @@ class _Build:
                 if release_first:
                     raise
             else:
-                return self._finish(order)
+                after = (_after_commit(stage) for stage in order.stages.values())
+                return [*order.drafts, *(draft for draft in after if draft is not None)]
         raise AssertionError("unreachable")
 
-    def _finish(self, order: SerialOrder) -> TransitionGraph:
-        edges = find_resource_edges(order.drafts, self._free)
-        for draft in order.drafts:
+    def _finals(self, drafts: Sequence[Draft], free: Mapping[int, int]) -> Iterator[Primitive]:
+        edges = find_resource_edges([draft for draft in drafts if not draft.after_commit], free)
+        for draft in drafts:
             if draft.kind == "stage" and self._is_pending:
                 draft.bytes = 0
-        drafts = [*order.drafts, *(draft for draft in map(_after_commit, order.stages.values()) if draft is not None)]
+            yield draft.final(edges.get(draft.id, ()), self._lost)
+
+    def _graph(self, primitives: Iterable[Primitive], kept: Iterable[Emu]) -> TransitionGraph:
         return TransitionGraph(
             current=self._current,
             target=self._target,
-            primitives=tuple(draft.final(edges.get(draft.id, ()), self._lost) for draft in drafts),
-            kept=tuple(unit for change in self._changes for unit in change.kept),
+            primitives=tuple(primitives),
+            kept=tuple(kept),
             free_bytes=self._free,
             recoverable=self._recoverable,
             lost=self._lost,

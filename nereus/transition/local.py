@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from nereus.emu import Emu, emus_of
@@ -20,6 +20,17 @@ class Transfer:
     kind: Kind
     makes: tuple[Emu, ...]
     overlaps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The units of one model-stage in the current plan and in the target, or some of them."""
+
+    model_stage: str
+    before: tuple[Emu, ...]
+    after: tuple[Emu, ...]
+    old_layout: Layout
+    new_layout: Layout
 
 
 @dataclass(frozen=True)
@@ -47,21 +58,33 @@ def by_stage(plan: Plan) -> list[str]:
     return sorted(plan, key=lambda name: (STAGES.index(stage_of(name)), MODEL_STAGES.index(name)))
 
 
-def stage_changes(current: Plan, target: Plan, lost: Collection[int] = frozenset()) -> tuple[StageChange, ...]:
-    """Return the change of every model-stage, in tie order.
+def sides_of(current: Plan, target: Plan) -> tuple[Sides, ...]:
+    """Return the units of both plans by model-stage, in tie order."""
+    return tuple(
+        Sides(
+            name,
+            emus_of(Plan(((name, current[name]),))),
+            emus_of(Plan(((name, target[name]),))),
+            current[name].layout,
+            target[name].layout,
+        )
+        for name in by_stage(target)
+    )
+
+
+def stage_changes(sides: Iterable[Sides], lost: Collection[int] = frozenset()) -> tuple[StageChange, ...]:
+    """Return the change of every model-stage.
 
     Args:
         lost: devices whose memory is gone.
     """
-    return tuple(_change(name, current, target, lost) for name in by_stage(target))
+    return tuple(_change(side, lost) for side in sides)
 
 
-def _change(name: str, current: Plan, target: Plan, lost: Collection[int]) -> StageChange:
-    before = emus_of(Plan(((name, current[name]),)))
-    after = emus_of(Plan(((name, target[name]),)))
-    is_same_layout = current[name].layout == target[name].layout
+def _change(side: Sides, lost: Collection[int]) -> StageChange:
+    before, after = side.before, side.after
     stays: set[tuple[int, ...]] = set()
-    if is_same_layout:
+    if side.old_layout == side.new_layout:
         stays = {unit.devices for unit in before}.intersection(unit.devices for unit in after)
     dead: tuple[Emu, ...] = ()
     if lost:
@@ -70,13 +93,13 @@ def _change(name: str, current: Plan, target: Plan, lost: Collection[int]) -> St
     old = tuple(unit for unit in before if unit.devices not in stays and unit not in dead)
     new = [unit for unit in after if unit.devices not in stays]
     return StageChange(
-        name,
+        side.model_stage,
         old,
         dead,
         tuple(unit for unit in after if unit.devices in stays),
-        tuple(_transfers(old, new, current[name].layout, target[name].layout)),
-        current[name].layout,
-        target[name].layout,
+        tuple(_transfers(old, new, side.old_layout, side.new_layout)),
+        side.old_layout,
+        side.new_layout,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from nereus.layout import Layout
 from nereus.plan import stage_of
@@ -13,7 +13,7 @@ from nereus.transition.drafting import Drafting, Found
 from nereus.transition.local import GENERATION, TRAINING, StageChange, closure
 from nereus.transition.memory import TransitionMemory
 from nereus.transition.primitives import Reservation
-from nereus.transition.sources import Source, Sources
+from nereus.transition.sources import Source, Sources, one_part
 from nereus.transition.stage_state import StageState
 
 
@@ -30,6 +30,7 @@ class SerialOrder:
         recoverable: Collection[str],
         node_of: NodeOf,
         lost: Collection[int] = (),
+        part_of: Callable[[int], int] = one_part,
     ) -> None:
         """Prepare.
 
@@ -38,6 +39,7 @@ class SerialOrder:
             staged: model-stages whose new units are filled from storage.
             recoverable: model-stages whose state storage, or a source, already has.
             lost: devices whose memory is gone.
+            part_of: by device; nothing is copied from one part to another.
         """
         self.drafts: list[Draft] = []
         self._free = dict(free_bytes)
@@ -48,7 +50,7 @@ class SerialOrder:
             change.model_stage: StageState.open(
                 change,
                 memory,
-                Sources(node_of),
+                Sources(node_of, part_of),
                 is_staged=change.model_stage in staged,
                 is_derived=change.model_stage == GENERATION and TRAINING in names,
             )

@@ -15,7 +15,13 @@ from nereus.transition.assign import NodeOf
 
 # What a copy takes, inside a node and to another one: only their ratio matters, and only for this choice.
 _NEAR, _FAR = 1, 4
-_EVERYWHERE = -1
+# A part of the devices, and a node there or any.
+_Place = tuple[int, int | None]
+
+
+def one_part(device: int) -> int:
+    """Say of every device that it is in the same part."""
+    return 0
 
 
 @dataclass
@@ -30,11 +36,12 @@ class Source:
 class Sources:
     """The live units of one model-stage."""
 
-    def __init__(self, node_of: NodeOf) -> None:
-        self._node_of = node_of
+    def __init__(self, node_of: NodeOf, part_of: Callable[[int], int] = one_part) -> None:
+        """Args: part_of: by device; what a unit is copied from is in its part."""
+        self._node_of, self._part_of = node_of, part_of
         self._number = itertools.count()
-        # By node of a unit's first device, and of all: (available, number, source); entries may be stale.
-        self._heaps: dict[int, list[tuple[int, int, Source]]] = {}
+        # By where a unit's first device is: (available, number, source); entries may be stale.
+        self._heaps: dict[_Place, list[tuple[int, int, Source]]] = {}
         self._makers: dict[int, str] = {}
         self._units: list[Emu] = []  # keeps them alive, and with them their identity
 
@@ -49,8 +56,7 @@ class Sources:
 
     def find(self, target: Emu, is_live: Callable[[Emu], bool], without: Collection[Emu] = ()) -> Source | None:
         """Return the source for a new unit, or None when there is none."""
-        far = self._first(_EVERYWHERE, is_live, without)
-        near = self._first(self._node_of(target.devices[0]), is_live, without)
+        near, far = (self._first(place, is_live, without) for place in self._places(target))
         if near is not None and far is not None and near.available + _NEAR <= far.available + _FAR:
             return near
         return far
@@ -64,11 +70,16 @@ class Sources:
 
     def _push(self, source: Source) -> None:
         entry = (source.available, next(self._number), source)
-        for node in (_EVERYWHERE, self._node_of(source.unit.devices[0])):
-            heapq.heappush(self._heaps.setdefault(node, []), entry)
+        for place in self._places(source.unit):
+            heapq.heappush(self._heaps.setdefault(place, []), entry)
 
-    def _first(self, node: int, is_live: Callable[[Emu], bool], without: Collection[Emu]) -> Source | None:
-        heap = self._heaps.get(node, [])
+    def _places(self, unit: Emu) -> tuple[_Place, _Place]:
+        device = unit.devices[0]
+        part = self._part_of(device)
+        return (part, self._node_of(device)), (part, None)
+
+    def _first(self, place: _Place, is_live: Callable[[Emu], bool], without: Collection[Emu]) -> Source | None:
+        heap = self._heaps.get(place, [])
         put_back, found = [], None
         while heap and found is None:
             available, _, source = heap[0]

@@ -3,14 +3,14 @@
 import pytest
 
 from nereus.plan import MODEL_STAGES, Plan
-from nereus.transition.local import by_stage, closure, stage_changes, users_of
+from nereus.transition.local import by_stage, closure, sides_of, stage_changes, users_of
 from tests.transition.cases import stage
 
 TRAINING = "actor.training"
 
 
 def change_of(before, after, lost=frozenset()):
-    (change,) = stage_changes(Plan.of({TRAINING: before}), Plan.of({TRAINING: after}), lost)
+    (change,) = stage_changes(sides_of(Plan.of({TRAINING: before}), Plan.of({TRAINING: after})), lost)
     return change
 
 

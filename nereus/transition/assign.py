@@ -111,19 +111,28 @@ def _place(
     unmoved = [placed[at] for at in places] == list(free)
     if unmoved and (weight[old_rank, rank] == weight.max(axis=1)[old_rank]).all():
         return
-    node = np.array([node_of(device) for device in free])
     # Places by node in the order of the list; devices by node, then by current replica, then by id.
-    by_place = np.lexsort((np.array(places), np.array([node_of(placed[at]) for at in places])))
+    node = np.array([node_of(device) for device in free])
+    by_place = np.lexsort(np.array([places, [node_of(placed[at]) for at in places]]))
     replica = np.where(old >= 0, old // current.layout.size, current.dp)
     by_device = np.lexsort((np.array(free), replica, node))
-    ends = np.flatnonzero(np.diff(node[by_device], append=-1))
-    start = 0
-    for end in (ends + 1).tolist():
-        at, device = by_place[start:end], by_device[start:end]
-        choice = _best_choice(spec, current.layout, layout, tuple(old_rank[device].tolist()), tuple(rank[at].tolist()))
-        for place, chosen in zip(at.tolist(), choice, strict=True):
-            placed[places[place]] = free[device[chosen]]
-        start = end
+    taken = np.empty_like(by_device)
+    starts = np.flatnonzero(np.diff(node[by_device], prepend=-1))
+    sizes = np.diff(starts, append=len(by_device))
+    for size in np.unique(sizes).tolist():
+        rows = starts[sizes == size, None] + np.arange(size)
+        at, devices = by_place[rows], by_device[rows]
+        # What fits one node best, fits all that have the same old ranks to give to the same places.
+        table = np.hstack([old_rank[devices], rank[at]])
+        alike: dict[bytes, list[int]] = {}
+        for row, ranks in enumerate(table):
+            alike.setdefault(ranks.tobytes(), []).append(row)
+        for same in alike.values():
+            ranks = table[same[0]].tolist()
+            choice = _best_choice(spec, current.layout, layout, tuple(ranks[:size]), tuple(ranks[size:]))
+            taken[at[same]] = devices[same][:, choice]
+    for place, chosen in zip(places, taken.tolist(), strict=True):
+        placed[place] = free[chosen]
 
 
 def _weight(spec: ModelSpec, source: Layout, target: Layout) -> np.ndarray:

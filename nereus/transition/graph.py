@@ -116,7 +116,7 @@ class _Build:
         devices = sorted({*current.devices}.difference(lost) | {*target.devices})
         held = {**resident_bytes(current, memory, [*devices, *lost]), **dict.fromkeys(lost, 0)}
         self._free = {device: memory.usable_bytes[device] - held[device] for device in devices}
-        self._twins = () if lost else find_twins(self._sides, self._free, node_of)
+        self._twins = find_twins(self._sides, self._free, node_of, lost)
 
     @cached_property
     def _changes(self) -> tuple[StageChange, ...]:
@@ -157,8 +157,8 @@ class _Build:
     def _of_twins(self, staged: frozenset[str]) -> TransitionGraph:
         """Return the graph in which every part of the devices goes its own way, and twins the same."""
         part_of = {device: number for number, twins in enumerate(self._twins) for device in twins[0].devices}
-        free = {device: self._free[device] for device in part_of}
-        changes = stage_changes(only_on(self._sides, free))
+        free = {device: self._free[device] for device in part_of if device in self._free}
+        changes = stage_changes(only_on(self._sides, part_of), self._lost)
         primitives = self._finals(self._drafts(changes, free, staged, part_of.__getitem__), free)
         stencil = Stencil(self._twins)
         kept = (unit for change in changes for unit in stencil.units_on_all(change.kept))

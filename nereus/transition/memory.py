@@ -5,6 +5,7 @@ Units hold at the boundary between steps exactly what the memory model calls res
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,9 +65,10 @@ class TransitionMemory:
         need = resident_bytes(plan, self, plan.devices)
         buffers = dict.fromkeys(plan.devices, 0)
         for name, stage in plan.items():
-            wanted, size = self.wanted(name, stage.layout).tolist(), stage.layout.size
-            for index, device in enumerate(stage.devices):
-                buffers[device] = max(buffers[device], min(self.restore_buffer_bytes, wanted[index % size]))
+            reads = np.minimum(self.restore_buffer_bytes, self.wanted(name, stage.layout)).tolist()
+            for device, count in zip(stage.devices, itertools.cycle(reads)):
+                if count > buffers[device]:
+                    buffers[device] = count
         fits_beside = all(count + buffers[device] <= self.usable_bytes[device] for device, count in need.items())
         return fits_beside and self.admits(plan)
 
@@ -143,10 +145,8 @@ def resident_bytes(plan: Plan, memory: TransitionMemory, devices: Iterable[int])
     """Return by device the bytes that the units of a plan hold."""
     total = dict.fromkeys(devices, 0)
     for name, stage in plan.items():
-        held = memory.held(name, stage.layout)
-        size = stage.layout.size
-        for index, device in enumerate(stage.devices):
-            total[device] += held[index % size]
+        for device, count in zip(stage.devices, itertools.cycle(memory.held(name, stage.layout))):
+            total[device] += count
     return total
 
 

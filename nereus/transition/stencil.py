@@ -30,7 +30,7 @@ class Stencil:
             ids = self._new_ids(primitive, 1)
             self._ids[primitive.id] = ids * self._most
             return [self._on_all(primitive, ids[0])]
-        twins = self._twins_of[primitive.devices[0]]
+        twins = self._twins_of[(*primitive.makes, *primitive.frees)[0].devices[0]]
         self._ids[primitive.id] = self._new_ids(primitive, len(twins))
         return self._on_each(primitive, twins)
 

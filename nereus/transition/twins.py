@@ -30,29 +30,37 @@ class Part:
 Twins = tuple[Part, ...]
 
 
-def find_twins(sides: Sequence[Sides], free_bytes: Mapping[int, int], node_of: NodeOf) -> tuple[Twins, ...]:
+def find_twins(
+    sides: Sequence[Sides], free_bytes: Mapping[int, int], node_of: NodeOf, lost: Collection[int] = frozenset()
+) -> tuple[Twins, ...]:
     """Return all parts, twins together; nothing where most parts have no twin.
 
     A part with new units of a model-stage and no live one to copy from is put together with one that has some.
 
     Args:
-        free_bytes: by device, at the start; of all that the units lie on.
+        free_bytes: by device, at the start; of all that aren't lost.
+        lost: devices whose memory is gone; those with free memory are there again, empty.
     """
-    ids = np.array(sorted(free_bytes))
     groups = [group for side in sides for group in (side.before, side.after)]
-    slots = [np.searchsorted(ids, np.array([unit.devices for unit in group])) for group in groups]
+    named = [np.array([unit.devices for unit in group]) for group in groups]
+    ids = np.unique(np.concatenate([devices.ravel() for devices in named]))
+    is_lost = np.isin(ids, list(lost))
+    slots = [np.searchsorted(ids, devices) for devices in named]
     part = _joined(slots, len(ids))
     if part is None:
         return ()
-    part = _fed(part, [side.model_stage for side in sides], slots[::2], slots[1::2])
+    live = [slot[~is_lost[slot].any(axis=1)] for slot in slots[::2]]
+    part = _fed(part, [side.model_stage for side in sides], live, slots[1::2])
+    if 2 * np.bincount(part).max() > len(ids):
+        return ()
     flat = np.concatenate([slot.ravel() for slot in slots])
     ordered, place = _places(flat, part)
     devices, part_of = ids[ordered].tolist(), part[ordered]
     node = np.array([node_of(device) for device in devices])
     _, first, number = np.unique(part_of * (1 + node.max()) + node, return_index=True, return_inverse=True)
-    free = np.array([free_bytes[device] for device in devices])
+    free = np.array([free_bytes.get(device, -1) for device in devices])
     bounds = _bounds(part_of)
-    there = _pieces(np.stack([free, place[ordered[first[number]]]], axis=1), bounds)
+    there = _pieces(np.stack([free, is_lost[ordered], place[ordered[first[number]]]], axis=1), bounds)
     by_part = np.argsort(part[flat], kind="stable")
     group_of = np.repeat(np.arange(len(slots)), [slot.size for slot in slots])
     lies = _pieces((group_of * len(ids) + place[flat])[by_part], _bounds(part[flat][by_part]))
@@ -94,7 +102,7 @@ def _fed(
                 is_source[old] = True
         givers = np.unique(part[is_source])
         takers = np.setdiff1d(part[slot], givers)
-        if len(takers):
+        if len(givers) and len(takers):
             fed_by = np.arange(len(part))
             fed_by[takers] = givers[np.arange(len(takers)) * len(givers) // len(takers)]
             part = fed_by[part]

@@ -67,6 +67,21 @@ def test_graphs_of_blocks_keep_the_promises(seed, num_devices, times, room, tran
             assert Counter(map(same, graph.primitives)) == Counter(map(same, plain.primitives))
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), num_devices=st.integers(1, 6), room=st.sampled_from([0, 50_000, 10**7]))
+def test_blocks_of_which_some_have_died(seed, num_devices, room):
+    """The same devices of some blocks are lost; some of them are there again, empty."""
+    rng = random.Random(seed)
+    times = rng.randint(3, 6)
+    current, target = (repeated(random_plan(rng, num_devices), times, num_devices) for _ in range(2))
+    hit = rng.sample(range(num_devices), rng.randint(1, num_devices))
+    lost = {d + i * num_devices for i in rng.sample(range(times), rng.randint(1, times - 1)) for d in hit}
+    graph, plain = both_ways(current, target, room, lost=lost, staged_set="committed")
+    graph.validate()
+    walk(graph, at_random(rng))
+    assert set(graph.kept) == set(plain.kept)
+
+
 def parts_of(before, after, free=10**6, node_of=one_node) -> list[list[tuple[int, ...]]]:
     current, target = Plan.of({TRAINING: before}), Plan.of({TRAINING: after})
     free_bytes = {d: free(d) if callable(free) else free for d in {*current.devices, *target.devices}}

@@ -49,6 +49,7 @@ class ElasticSteps(StagedSteps):
         self._speeds: Speeds | None = None
         self._lost: frozenset[int] = frozenset()  # devices of the plan in force whose memory is gone
         self._is_torn = False  # a command was broken off: communicators hold what nobody wants any more
+        self._is_given_up = False  # nothing that lives is of use: all is being built again from the last commit
         self._transition: Transition | None = None
 
     # What is due
@@ -242,16 +243,27 @@ class ElasticSteps(StagedSteps):
             CommandError: workers are lost again and again.
         """
         assert self._staging is not None
+        self._is_given_up, full = True, None
         for attempt in range(_MOST_RETURNS):
             try:
                 if self._engine.broken is not None:
                     self._engine.recover(step=self.next_step)
+                if full is not None:
+                    self._start_afresh({full})
                 self._staging.wait()
                 self._build_again(plan)
-                return
-            except CommandError:
+                break
+            except CommandError as error:
                 if attempt + 1 == _MOST_RETURNS:
                     raise
+                full = error.device if error.out_of_memory else None
+        self._is_given_up = False
+
+    def _start_afresh(self, devices: Collection[int]) -> None:
+        """Have new workers in place of live ones whose memory ran out: a heap that was full stays full of holes."""
+        living = sorted(set(devices) & set(self._engine.pids()))
+        self._engine.release(living)
+        self._engine.start(living)
 
     def _build_again(self, plan: Plan) -> None:
         assert self._staging is not None

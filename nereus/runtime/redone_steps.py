@@ -88,12 +88,10 @@ class RedoneSteps(AdaptiveSteps):
         if self._engine.broken is not None:
             self._engine.recover(step=step, may_shrink=True)
             self._is_torn = True
-        lost = set(self.plan.devices) if self._is_updating else dead
+        lost = set(self.plan.devices) if self._is_updating or self._is_given_up else dead
         if full is not None:
             lost.add(full)
-            afresh = sorted(lost & set(self._engine.pids()))
-            self._engine.release(afresh)  # a heap that was full stays full of holes
-            self._engine.start(afresh)
+            self._start_afresh(lost)
         self._forget_step(lost)
         logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))
         return {"step": step, "lost": sorted(dead), "reason": str(error)}

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import nereus.runtime.elastic_steps
+import nereus.runtime.staged_steps
 from nereus.config import build_config
 from nereus.control import tell_drain
 from nereus.runtime.deaths import Deaths
-from nereus.runtime.engine import run_command
+from nereus.runtime.engine import CommandError, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
 from nereus.transition.graph import InfeasibleTransition
@@ -200,6 +201,26 @@ def test_where_no_move_leads_the_last_commit_does(
     outcomes = [line["outcome"] for line in run.transitions if line["step"] == 3]
     assert outcomes == ["rolled_back", "rolled_back", "recovered"]
     assert devices_of(run.metrics[3]) == {0}
+
+
+@pytest.mark.long
+def test_what_is_half_built_again_is_no_state(fixed: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out on one device as often as the way back to the last commit is tried; then all is built again."""
+    refused: list[int] = []
+    restore = nereus.runtime.staged_steps.restore_newest
+
+    def refuse(*arguments: Any) -> Any:
+        if len(refused) < 3:
+            refused.append(0)
+            raise CommandError("device 0 ran out of memory", label="restore", device=0, out_of_memory=True)
+        return restore(*arguments)
+
+    def kill(session: Session) -> None:
+        monkeypatch.setattr(nereus.runtime.staged_steps, "restore_newest", refuse)
+        os.kill(session.worker_pids()[1], signal.SIGKILL)
+
+    assert_same(train(tmp_path / "run", at(4, "train_critic", kill)), fixed)
+    assert len(refused) == 3
 
 
 @pytest.mark.long

@@ -56,7 +56,9 @@ TREE: dict[str, Any] = {
 }
 KEEP = TREE["staging"]["keep"]
 # What a run directory holds beside staged state.
-_OTHER_FILES = re.compile(r"run\.yaml|journal/\d{8}\.json|(metrics|transitions)\.jsonl(/\d{8}\.json)?|final/[\w.-]+")
+_OTHER_FILES = re.compile(
+    r"run\.yaml|(journal|control)/\d{8}\.json|(metrics|transitions|decisions)\.jsonl(/\d{8}\.json)?|final/[\w.-]+"
+)
 
 Plan = Mapping[str, Mapping[str, Any]]
 Schedule = Sequence[Sequence[Any]]  # of [step, plan]
@@ -109,24 +111,28 @@ class ChaosRun:
         """
         plans: list[Plan] = [plan] if isinstance(plan, Mapping) else [part for _, part in plan]
         devices = 1 + max(device for part in plans for entry in part.values() for device in entry["devices"])
-        tree = {
-            **TREE,
-            **(changes or {}),
-            "precision": self.precision,
-            "run_dir": self.run_dir,
-            "plan": plan,
-            "cluster": {"devices": devices, "memory_per_device": "2GiB"},
-        }
+        cluster = {"devices": devices, "memory_per_device": "2GiB"}
+        tree = {**TREE, **(changes or {}), "plan": plan, "cluster": cluster}
+        return self._start("tests.chaos.job", tree, {"doom": None if doom is None else asdict(doom)})
+
+    def _start(self, module: str, tree: Mapping[str, Any], what: Mapping[str, Any]) -> subprocess.Popen[str]:
+        """Start a driver; what it has met is in the file `report` of its process afterwards.
+
+        Args:
+            module: of the driver.
+            tree: of its config, but for what is the run's own.
+            what: is to happen to it, by the names that the module knows.
+        """
         spec = self.scratch / f"{uuid.uuid4().hex}.json"
         content = {
-            "config": tree,
+            "config": {**tree, "precision": self.precision, "run_dir": self.run_dir},
             "resume": bool(Journal(self.run_dir).entries()),
-            "doom": None if doom is None else asdict(doom),
             "report": str(spec.with_suffix(".struck")),
             "state": str(self._state),
+            **what,
         }
         spec.write_text(json.dumps(content))
-        command = [sys.executable, "-m", "tests.chaos.job", str(spec)]
+        command = [sys.executable, "-m", module, str(spec)]
         process = subprocess.Popen(command, env=self._env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         process.report = spec.with_suffix(".struck")  # type: ignore[attr-defined]
         return process

@@ -14,6 +14,7 @@ from typing import Any
 from nereus.controller.admission import ADMIT, Option, payback_steps, pick_urgent
 from nereus.controller.decision import Boundary, Candidate, Decision, NoPlanError, Planning
 from nereus.controller.monitor import LOST, MEMORY_VIOLATION, POOL, SCHEDULE, Monitor, Thresholds
+from nereus.controller.prices import MovePrices
 from nereus.controller.reasons import explain
 from nereus.cost.efficiency import Efficiencies
 from nereus.plan import Plan, stage_of
@@ -56,12 +57,21 @@ def outgrows_memory(plan: Plan, refitted: Plan) -> bool:
 class Controller:
     """The plan in force, the monitor's references, and the decisions so far."""
 
-    def __init__(self, plan: Plan, planning: Planning, settings: Settings, monitor: Monitor | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        planning: Planning,
+        settings: Settings,
+        monitor: Monitor | None = None,
+        prices: MovePrices | None = None,
+    ) -> None:
         self.plan = plan
         self.settings = settings
         self.decisions: list[Decision] = []
         self._planning = planning
         self._monitor = monitor or Monitor(settings.thresholds)
+        self._prices = prices or MovePrices()
+        self._price_s = 0.0  # of the last decision's move, uncorrected
 
     def decide(self, boundary: Boundary, efficiencies: Efficiencies) -> Decision | None:
         """Set `plan` to what the next step runs and return the record of the replan, if there was one.
@@ -92,8 +102,9 @@ class Controller:
         return self._replan(boundary, efficiencies, triggers, refitted)
 
     def note_transition(self, seconds: float) -> None:
-        """Add what the transition of the last decision really took to its record."""
+        """Add what the transition of the last decision really took to its record, and learn from it."""
         self.decisions[-1].measured["transition_s"] = seconds
+        self._prices.observe(self._price_s, seconds)
 
     def note_step(self, step: int, seconds: float) -> None:
         """Add what the first step after the last decision really took to its record."""
@@ -128,7 +139,11 @@ class Controller:
             )
         self._monitor.reset_references(boundary.signals)
         horizon = self._monitor.horizon(triggers)
-        prices = [self._planning.price(boundary, efficiencies, self.plan, c.plan) for c in candidates]
+        predicted = [self._planning.price(boundary, efficiencies, self.plan, c.plan) for c in candidates]
+        prices = [
+            self._prices.correct(price) if moves_state(self.plan, c.plan) else price
+            for c, price in zip(candidates, predicted, strict=True)
+        ]
         options = [Option(c.latency_s, price.seconds) for c, price in zip(candidates, prices, strict=True)]
         gamma = self.settings.gamma
         chosen: int | None
@@ -143,6 +158,7 @@ class Controller:
             boundary, triggers, current, candidates[shown], prices[shown], horizon, admitted=chosen is not None
         )
         self.decisions.append(decision)
+        self._price_s = predicted[shown].seconds
         self.plan = decision.plan
         return decision
 
@@ -192,10 +208,15 @@ class Controller:
         return decision
 
     def to_record(self) -> dict[str, Any]:
-        """Return what staged state keeps: the plan in force and the monitor's references."""
-        return {"plan": self.plan.to_record(), "monitor": self._monitor.to_record()}
+        """Return what staged state keeps: the plan in force, the monitor's references and what moves have taken."""
+        return {
+            "plan": self.plan.to_record(),
+            "monitor": self._monitor.to_record(),
+            "move_prices": self._prices.to_record(),
+        }
 
     @classmethod
     def from_record(cls, record: dict[str, Any], planning: Planning, settings: Settings) -> Controller:
         monitor = Monitor.from_record(record["monitor"], settings.thresholds)
-        return cls(Plan.from_record(record["plan"]), planning, settings, monitor)
+        prices = MovePrices(record.get("move_prices", ()))
+        return cls(Plan.from_record(record["plan"]), planning, settings, monitor, prices)

@@ -30,6 +30,7 @@ __all__ = ["AbortFlag", "Communicator", "CommunicatorAborted", "CommunicatorErro
 
 _SHARED_MESSAGE_BYTES = 4 << 20
 _MESSAGE_BYTES = 16 << 20
+_LONE_BYTES = 512 << 10
 
 
 class Pending:
@@ -143,6 +144,11 @@ class Communicator:
         """The size of many messages that is quickest: on shared memory those in flight stay in the cache."""
         return _SHARED_MESSAGE_BYTES if isinstance(self._group, _SharedGroup) else _MESSAGE_BYTES
 
+    @property
+    def lone_bytes(self) -> int:
+        """From what size on a tensor is best a message of its own: then it needs no copy on its way to a socket."""
+        return self.message_bytes if isinstance(self._group, _SharedGroup) else _LONE_BYTES
+
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> None:
         """Reduce a contiguous tensor in place over all ranks, on the CPU in rank order and so bitwise reproducibly.
 
@@ -213,7 +219,7 @@ class Communicator:
     def send_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, dst: int, tag: int = 0) -> Pending:
         """Start to send tensors of any strides as one message, laid end to end and cast to `dtype`; see `send`.
 
-        The tensors may be changed or freed at once. On shared memory they are copied right into the message.
+        On shared memory they are copied right into the message; a tensor that is one as it lies goes out from there.
         """
         assert dst != self.rank and 0 <= dst < self.size, dst
         group = self._live_group()
@@ -222,6 +228,8 @@ class Communicator:
             wait_read = group.send_parts(parts, dtype, dst, tag)
             self._count("p2p", begun, *parts)
             return Pending(wait_read, self._waited)
+        if _is_message(parts, dtype):
+            return Pending(group.send(parts[0].detach(), dst, tag), self._waited)
         message = self._take_buffer(parts, dtype)
         for part, place in zip(parts, _places(message, parts), strict=True):
             place.copy_(part)
@@ -234,6 +242,8 @@ class Communicator:
         group = self._live_group()
         if isinstance(group, _SharedGroup):
             return Pending(group.recv_parts(parts, dtype, src, tag), self._waited)
+        if _is_message(parts, dtype):
+            return Pending(group.recv(parts[0].detach(), src, tag), self._waited)
         message = self._take_buffer(parts, dtype)
         wait_received = group.recv(message, src, tag)
 
@@ -366,6 +376,11 @@ def _meet_in_store(
 
     wait_until(lambda: store.check(keys), watch, describe)
     return [json.loads(store.get(key)) for key in keys]
+
+
+def _is_message(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Return whether a message would hold just what lies in memory already."""
+    return len(parts) == 1 and parts[0].dtype == dtype and parts[0].is_contiguous()
 
 
 def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -139,6 +139,8 @@ def combine(results: Sequence[ProbeResult], *, command_s: float) -> Speeds:
         verify_piece_s=verify.latency_s,
         command_s=command_s,
         commit_s=statistics.median(r.storage.record_s for r in results),
+        read_device_bytes_s=max(_LEAST_BYTES_S, min(r.storage.read_cores_bytes_s for r in results)),
+        storage_shared=statistics.median(r.storage.shared for r in results),
     )
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from nereus.cluster import Link
 from nereus.limits import REMOTE_SHARDS_IN_FLIGHT, RESTORE_BUFFER_BYTES, SHARDS_IN_FLIGHT
+from nereus.runtime.pages import new_tensors
 from nereus.runtime.worker import trim_heap
 from storage.exclusive import create_exclusively
 from storage.shard_record import ShardRecord
@@ -35,11 +38,20 @@ _SMALL = torch.ones(16)
 
 @dataclass(frozen=True)
 class StorageSpeeds:
-    """Of one device. A message is a shard, or a call of the reader; `record_s` is for a small file created whole."""
+    """Of one device. A message is a shard, or a call of the reader.
+
+    Attributes:
+        record_s: for a small file created whole.
+        read_cores_bytes_s: what its cores would read with nothing to wait for.
+        shared: by what part of the shorter of the two it takes longer than the longer one to write and to read at the
+            same time; 0 to 1.
+    """
 
     write: Link
     read: Link
     record_s: float
+    read_cores_bytes_s: float
+    shared: float
 
 
 def probe_storage(folder: str, tensors: Sequence[Tensor], limit_s: float) -> StorageSpeeds:
@@ -65,6 +77,7 @@ class _Turns:
         self._folder = folder
         self._shards = [list(tensors[number::streams]) or [tensors[0]] for number in range(streams)]
         self._seconds: dict[str, list[float]] = {}
+        self._cpu_seconds: list[float] = []  # of reading
         self.failed = False
 
     def run(self) -> None:
@@ -88,7 +101,14 @@ class _Turns:
         large = self._time("write", lambda: _write(self._folder, f"large-{turn}", self._shards))
         trim_heap()  # what is read goes to new memory
         self._time("small read", lambda: _read(self._folder, small, [[_SMALL]]))
+        begun = time.process_time()
         self._time("read", lambda: _read(self._folder, large, self._shards))
+        self._cpu_seconds.append(time.process_time() - begun)
+        self._time("both", lambda: self._write_and_read(f"more-{turn}", large))
+
+    def _write_and_read(self, name: str, written: Sequence[ShardRecord]) -> None:
+        write, read = partial(_write, self._folder, name), partial(_read, self._folder)
+        _at_once([lambda: write(self._shards), lambda: read(written, self._shards)])
 
     def _time(self, part: str, call: Callable[[], T]) -> T:
         begun = time.perf_counter()
@@ -106,41 +126,56 @@ class _Turns:
             small_s = min(seconds.get(f"small {part}", limit_s), whole_s / 2)
             return Link(num_bytes / max(whole_s - small_s, 1e-9), small_s)
 
-        return StorageSpeeds(link("write"), link("read"), seconds.get("record", limit_s))
+        shorter_s, longer_s = sorted(seconds.get(part, limit_s) for part in ("write", "read"))
+        longer_by = (seconds.get("both", shorter_s + longer_s) - longer_s) / max(shorter_s, 1e-9)
+        cpu_s = statistics.median(self._cpu_seconds or [limit_s])
+        return StorageSpeeds(
+            link("write"),
+            link("read"),
+            seconds.get("record", limit_s),
+            read_cores_bytes_s=num_bytes / max(cpu_s, 1e-9) * torch.get_num_threads(),
+            shared=min(1.0, max(0.0, longer_by)),
+        )
 
 
 def _write(folder: str, name: str, shards: Sequence[Sequence[Tensor]]) -> list[ShardRecord]:
     """Write some shards, all at the same time."""
-    records: list[ShardRecord | Exception] = []
 
-    def write(number: int, tensors: Sequence[Tensor]) -> None:
+    def write(number: int, tensors: Sequence[Tensor]) -> ShardRecord:
+        writer = ShardWriter(folder, group=_GROUP, file=f"{name}-{number}.safetensors")
+        for index, tensor in enumerate(tensors):
+            part = _part(number, index, tensor)
+            writer.add(part, part.sizes, tensor)
+        return writer.finish_shard()
+
+    return _at_once([partial(write, number, tensors) for number, tensors in enumerate(shards)])
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Make some calls at the same time, on threads that nobody waits for at the process's end; return their results."""
+    done: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+    def run(call: Callable[[], T]) -> None:
         try:
-            writer = ShardWriter(folder, group=_GROUP, file=f"{name}-{number}.safetensors")
-            for index, tensor in enumerate(tensors):
-                part = _part(number, index, tensor)
-                writer.add(part, part.sizes, tensor)
-            records.append(writer.finish_shard())
+            done.put((call(), None))
         except Exception as error:
-            records.append(error)
+            done.put((None, error))
 
-    threads = [threading.Thread(target=write, args=(n, tensors), daemon=True) for n, tensors in enumerate(shards)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for record in records:
-        if isinstance(record, Exception):
-            raise record
-    return [record for record in records if isinstance(record, ShardRecord)]
+    for call in calls:
+        threading.Thread(target=run, args=(call,), daemon=True).start()
+    results = [done.get() for _ in calls]
+    for _, error in results:
+        if error is not None:
+            raise error
+    return [cast(T, result) for result, _ in results]
 
 
 def _read(folder: str, records: Sequence[ShardRecord], shards: Sequence[Sequence[Tensor]]) -> None:
     """Read the shards of `_write` into new memory."""
-    wanted = [
-        (_part(number, index, tensor), torch.empty_like(tensor))
-        for number, tensors in enumerate(shards)
-        for index, tensor in enumerate(tensors)
-    ]
+    parts = [_part(number, index, tensor) for number, held in enumerate(shards) for index, tensor in enumerate(held)]
+    first = shards[0][0]
+    made = new_tensors({part: part.sizes for part in parts}, first.dtype, first.device)
+    wanted = list(made.items())
     reader = StateReader(folder, _GROUP, wanted, buffer_bytes=RESTORE_BUFFER_BYTES)
     try:
         for record in records:

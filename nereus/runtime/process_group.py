@@ -1,10 +1,11 @@
 """Groups over torch.distributed's raw process groups: gloo between hosts, NCCL on CUDA; no global state.
 
 gloo: only its send and receive are used, so that sums run in rank order and sizes may differ. They can't be polled,
-and a wait that times out closes the connection, so a thread waits and the caller polls the thread. On an abort that
-thread stays behind until its sockets close; the caller goes on.
+and a wait that times out closes the connection, so a thread of the group's waits, and the caller looks after it now
+and then. On an abort that thread stays behind until its sockets close; the caller goes on.
 """
 
+import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from nereus.runtime.waiting import CommunicatorError, PeerWatch, wait_until
 CONNECT_TIMEOUT_S = 30.0
 _WAIT_LIMIT = timedelta(days=1)
 _DIRECT_BYTES = 64 << 10
+_LOOK_UP_S = 0.02
 # Tags below this are the collectives' own.
 _FIRST_USER_TAG = 16
 _DATA_TAG, _SIZE_TAG, _PART_TAG = 0, 1, 2
@@ -43,6 +45,7 @@ class GlooGroup:
         self._size = size
         self._watch = watch
         self._peers = [peer for peer in range(size) if peer != rank]
+        self._waiter: _Waiter | None = None
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -110,6 +113,9 @@ class GlooGroup:
     def close(self) -> None:
         """Drop the group: its sockets close and peers that wait for this rank raise."""
         self._group = None
+        if self._waiter is not None:
+            self._waiter.end()
+            self._waiter = None
 
     def _exchange(
         self, sent: dict[int, torch.Tensor], counts: dict[int, int], like: torch.Tensor, tag: int = _DATA_TAG
@@ -123,23 +129,52 @@ class GlooGroup:
         return received
 
     def _wait(self, work: distributed.Work, peer: int, operation: str, tag: int) -> None:
-        failures: list[Exception] = []
-
-        def wait_in_thread() -> None:
-            try:
-                work.wait(_WAIT_LIMIT)
-            except RuntimeError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=wait_in_thread, daemon=True)
-        thread.start()
+        if self._waiter is None:
+            self._waiter = _Waiter()
+        ended = self._waiter.wait(work)
         wait_until(
-            lambda: not thread.is_alive(),
+            lambda: ended.is_over.wait(_LOOK_UP_S),  # asleep: gloo's own thread may be on the same core
             self._watch,
             lambda: f"rank {self._rank} waits for rank {peer} ({_name_transfer(operation, tag)})",
         )
-        if failures:
-            raise CommunicatorError(f"the connection to rank {peer} was lost: {failures[0]}") from failures[0]
+        if ended.failure is not None:
+            raise CommunicatorError(f"the connection to rank {peer} was lost: {ended.failure}") from ended.failure
+
+
+class _Ended:
+    """Whether a transfer is over, and how it failed if it did."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.failure: Exception | None = None
+
+
+class _Waiter:
+    """A thread that waits for one transfer after the other."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[distributed.Work, _Ended] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def wait(self, work: distributed.Work) -> _Ended:
+        """Return what tells when a transfer is over."""
+        ended = _Ended()
+        self._works.put((work, ended))
+        return ended
+
+    def end(self) -> None:
+        """Let the thread end once nothing is left to wait for."""
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (given := self._works.get()) is not None:
+            work, ended = given
+            try:
+                work.wait(_WAIT_LIMIT)
+            except RuntimeError as error:
+                ended.failure = error
+            ended.is_over.set()
+            del given, work, ended  # it must not hold what keeps sockets open
 
 
 class NcclGroup:

@@ -189,6 +189,7 @@ class RankTransition:
             attempt.devices,
             self._context.device,
             most_elements=most_bytes // dtype.itemsize,
+            lone_elements=min(most_bytes, attempt.transfer.lone_bytes) // dtype.itemsize,
         )
         run_exchange(exchange, source, target, attempt.transfer, dtype)
         return exchange.received_elements * dtype.itemsize

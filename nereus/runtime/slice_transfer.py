@@ -5,7 +5,7 @@ Sender and receiver cut the same list of copies into the same messages, so nothi
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +17,10 @@ from nereus.layout import Copy
 from nereus.runtime.communicator import Communicator, Pending
 from storage.slices import TensorSlice
 
-# Messages under way for each pair of devices and direction: one is filled while the other is read.
+# Messages of full size under way for each pair of devices and direction: one is filled while the other is read.
 ROUNDS_IN_FLIGHT = 2
+# Smaller ones, of as many bytes in all, may be more; a mailbox has room for 128.
+_MOST_ROUNDS = 32
 
 
 class Slices(Protocol):
@@ -43,6 +45,7 @@ class Exchange:
     local: tuple[TensorSlice, ...]
     sends: Mapping[int, tuple[Bucket, ...]]
     receives: Mapping[int, tuple[Bucket, ...]]
+    most_elements: int
 
     @property
     def received_elements(self) -> int:
@@ -59,12 +62,20 @@ def most_peers(copies: Sequence[Copy]) -> int:
     return max(map(len, peers.values()), default=1)
 
 
-def plan_exchange(copies: Sequence[Copy], devices: Sequence[int], device: int, *, most_elements: int) -> Exchange:
+def plan_exchange(
+    copies: Sequence[Copy],
+    devices: Sequence[int],
+    device: int,
+    *,
+    most_elements: int,
+    lone_elements: int | None = None,
+) -> Exchange:
     """Return a device's part of copies that all take part in.
 
     Args:
         devices: in the order of their ranks in the communicator.
         most_elements: of a message; the same on all devices.
+        lone_elements: slices of so many or more are messages of their own; the same on all devices. None: none is.
     """
     local: list[TensorSlice] = []
     outgoing: dict[int, list[TensorSlice]] = defaultdict(list)
@@ -77,18 +88,26 @@ def plan_exchange(copies: Sequence[Copy], devices: Sequence[int], device: int, *
         elif copy.target == device:
             incoming[copy.source].append(copy.slice)
 
+    lone = most_elements if lone_elements is None else lone_elements
+
     def buckets(parts: Mapping[int, list[TensorSlice]]) -> dict[int, tuple[Bucket, ...]]:
-        return {devices.index(peer): tuple(cut_buckets(parts[peer], most_elements)) for peer in sorted(parts)}
+        return {devices.index(peer): tuple(cut_buckets(parts[peer], most_elements, lone)) for peer in sorted(parts)}
 
-    return Exchange(tuple(local), buckets(outgoing), buckets(incoming))
+    return Exchange(tuple(local), buckets(outgoing), buckets(incoming), most_elements)
 
 
-def cut_buckets(parts: Sequence[TensorSlice], most_elements: int) -> list[Bucket]:
-    """Group parts, in order, into messages of at most `most_elements`; a part larger than that is cut along rows."""
+def cut_buckets(parts: Sequence[TensorSlice], most_elements: int, lone_elements: int) -> list[Bucket]:
+    """Group parts, in order, into messages of at most `most_elements`; a part larger than that is cut along rows.
+
+    Parts of `lone_elements` or more are messages of their own.
+    """
     buckets: list[Bucket] = []
     held: list[TensorSlice] = []
     size = 0
     for part in (piece for whole in parts for piece in _cut_rows(whole, most_elements)):
+        if part.num_elements >= lone_elements:
+            buckets.append(Bucket((part,), part.num_elements))
+            continue
         if held and size + part.num_elements > most_elements:
             buckets.append(Bucket(tuple(held), size))
             held, size = [], 0
@@ -127,11 +146,18 @@ def run_exchange(
     for part in exchange.local:
         assert source is not None and target is not None
         target.find(part).copy_(source.find(part))
-    me, in_flight = communicator.rank, list[list[Pending]]()
+    me, in_flight = communicator.rank, deque[tuple[list[Pending], int]]()
+    elements_in_flight, most = 0, ROUNDS_IN_FLIGHT * exchange.most_elements
     pairs = sorted([(me, peer) for peer in exchange.sends] + [(peer, me) for peer in exchange.receives])
-    rounds = max((len(b) for b in (*exchange.sends.values(), *exchange.receives.values())), default=0)
+    all_buckets = [*exchange.sends.values(), *exchange.receives.values()]
+    rounds = max(map(len, all_buckets), default=0)
     for index in range(rounds):
         posted: list[Pending] = []
+        largest = max(buckets[index].num_elements for buckets in all_buckets if index < len(buckets))
+        while in_flight and (elements_in_flight + largest > most or len(in_flight) == _MOST_ROUNDS):
+            done, elements = in_flight.popleft()
+            _wait(done)
+            elements_in_flight -= elements
         for sender, receiver in pairs:
             buckets = exchange.sends[receiver] if sender == me else exchange.receives[sender]
             if index >= len(buckets):
@@ -143,10 +169,9 @@ def run_exchange(
                 posted.append(communicator.send_parts(parts, dtype, receiver, index))
             else:
                 posted.insert(0, communicator.recv_parts(parts, dtype, sender, index))
-        in_flight.append(posted)
-        if len(in_flight) >= ROUNDS_IN_FLIGHT:
-            _wait(in_flight.pop(0))
-    for posted in in_flight:
+        in_flight.append((posted, largest))
+        elements_in_flight += largest
+    for posted, _ in in_flight:
         _wait(posted)
 
 

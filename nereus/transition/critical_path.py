@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from nereus.transition.durations import durations, setup_seconds, verify_seconds
+from nereus.transition.durations import durations, setup_seconds, storage_seconds, verify_seconds
 from nereus.transition.memory import TransitionMemory
 from nereus.transition.primitives import Primitive, TransitionGraph
 from nereus.transition.speeds import Speeds
@@ -18,10 +18,16 @@ def price_graph(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds
     """Return the seconds of a transition: set-up of communicators, the moves, verification and commit."""
     if not graph.primitives:
         return 0.0
-    moves = max((end for _, end in schedule(graph, durations(graph, memory, speeds)).values()), default=0.0)
+    moves = moves_seconds(graph, memory, speeds)
     after = sum(primitive.after_commit for primitive in graph.primitives)
     commands = (_COMMANDS + after) * speeds.command_s
     return setup_seconds(graph, speeds) + moves + verify_seconds(graph, memory, speeds) + speeds.commit_s + commands
+
+
+def moves_seconds(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> float:
+    """Return when the last primitive before the commit ends: the longest path, or storage that all of them share."""
+    path = max((end for _, end in schedule(graph, durations(graph, memory, speeds)).values()), default=0.0)
+    return max(path, storage_seconds(graph, memory, speeds))
 
 
 def schedule(graph: TransitionGraph, seconds: Mapping[str, float]) -> dict[str, tuple[float, float]]:

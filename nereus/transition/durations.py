@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -42,8 +43,7 @@ def _work_seconds(primitive: Primitive, memory: TransitionMemory, speeds: Speeds
     loads = _Loads(primitive, memory, speeds.node_of)
     copied = float(loads.local.max(initial=0.0)) / speeds.copy_bytes_s
     if primitive.kind == "restore":
-        read = max(loads.by_node(loads.near + loads.far), default=0.0)
-        return copied + (speeds.read.seconds(read) if read else 0.0)
+        return copied + _read_seconds(loads, speeds)
     if not primitive.bytes:
         return copied
     senders = sorted({device for unit in primitive.reads for device in unit.devices})
@@ -51,6 +51,35 @@ def _work_seconds(primitive: Primitive, memory: TransitionMemory, speeds: Speeds
     far = max(max(loads.by_node(loads.far), default=0.0), float(loads.far.sum()) / sending_nodes)
     far_s = speeds.far.seconds(far) if far else 0.0
     return copied + max(_near_seconds(loads, senders, speeds), far_s)
+
+
+def _read_seconds(loads: _Loads, speeds: Speeds) -> float:
+    """Return what reading from storage takes: the node with most to read decides, or the device."""
+    read = loads.near + loads.far
+    if not read.any():
+        return 0.0
+    of_node = speeds.read.seconds(max(loads.by_node(read)))
+    return max(of_node, speeds.read.latency_s + float(read.max()) / speeds.read_device_bytes_s)
+
+
+def storage_seconds(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> float:
+    """Return the least seconds in which all that a graph writes and reads can pass: nodes share what carries it.
+
+    Stages and restores run at the same time, and each alone takes what `primitive_seconds` says.
+    """
+    written: dict[int, float] = defaultdict(float)
+    read: dict[int, float] = defaultdict(float)
+    for primitive in graph.primitives:
+        if primitive.kind == "stage" and primitive.bytes:
+            nodes = {speeds.node_of(device) for device in primitive.devices}
+            for node in nodes:
+                written[node] += speeds.write.seconds(primitive.bytes / len(nodes))
+        elif primitive.kind == "restore" and primitive.makes:
+            loads = _Loads(primitive, memory, speeds.node_of)
+            for node, load in zip(np.unique(loads.nodes), loads.by_node(loads.near + loads.far), strict=True):
+                read[int(node)] += speeds.read.seconds(load) if load else 0.0
+    pairs = [(written[node], read[node]) for node in {*written, *read}]
+    return max((max(pair) + speeds.storage_shared * min(pair) for pair in pairs), default=0.0)
 
 
 def _near_seconds(loads: _Loads, senders: list[int], speeds: Speeds) -> float:

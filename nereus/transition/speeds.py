@@ -23,6 +23,10 @@ class Speeds:
         verify_bytes_s: of a device that sums up its state, which takes `verify_piece_s` more for each piece.
         command_s: until all devices have begun what they are told, and said that it is done.
         commit_s: the commit record, and what else a transition takes once.
+        read_device_bytes_s: what the cores of one device manage when it reads from storage alone.
+        storage_shared: by what part of the shorter of the two a node takes longer than the longer one when it writes to
+            storage and reads from it at the same time: 0 where they don't disturb each other, 1 where they could as
+            well take turns, such as on cores that both need.
     """
 
     node_of: Callable[[int], int]
@@ -37,6 +41,8 @@ class Speeds:
     near_both: Link | None = None
     verify_piece_s: float = 0.0
     command_s: float = 0.0
+    read_device_bytes_s: float = float("inf")
+    storage_shared: float = 0.0
 
     @classmethod
     def of(cls, cluster: Cluster, efficiencies: Efficiencies) -> Speeds:

@@ -23,8 +23,7 @@ from nereus.runtime.transition import Boundary, Transition
 from nereus.runtime.transition_sets import TransitionSets
 from nereus.staged_state import PREFIXES, STAGED, ShardOrder, plan_shards
 from nereus.transition.copies import copies_of
-from nereus.transition.critical_path import price_graph, schedule
-from nereus.transition.durations import durations
+from nereus.transition.critical_path import moves_seconds, price_graph
 from nereus.transition.execute import on_threads
 from nereus.transition.graph import plan_transition
 from nereus.transition.primitives import Primitive, TransitionGraph
@@ -185,12 +184,11 @@ class Ours:
         self.plan = graph.target
         transition.discard_sets()
         self._staging.adopt(self._hold_shards(), dict.fromkeys(range(RANKS), 0))
-        moves = schedule(graph, durations(graph, self._memory, speeds)).values()
         return {
             "seconds": seconds,
             "move_s": max(end for _, end in times) - min(start for start, _ in times) if times else 0.0,
             "price_s": price_graph(graph, self._memory, speeds),
-            "price_move_s": max((end for _, end in moves), default=0.0),
+            "price_move_s": moves_seconds(graph, self._memory, speeds),
             "plan_transition_s": planned - begun,
             **{f"{method}_s": passed for method, passed in transition.seconds.items()},
         }, graph

@@ -11,21 +11,35 @@ class PartsService(GroupService):
     """Passes parts around a ring."""
 
     def pass_parts(self, dtype: torch.dtype, target: torch.dtype, rounds: int) -> list[bool]:
-        """Send parts of strided matrices to the right neighbour, as `dtype`; return whether those of the left came."""
+        """Send parts of strided matrices to the right neighbour, as `dtype`; return whether those of the left came.
+
+        Each round sends all of them in one message, then each large one in a message of its own.
+        """
         group = self._group
         right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         results = []
         for index in range(rounds):
             received = [torch.full_like(part, -1).to(target) for part in _parts(left, index)]
             spread = [torch.full((*part.shape, 2), -1).to(target)[..., 0] for part in received]
-            sent = group.send_parts(_parts(group.rank, index), dtype, right, index)
+            sent = [group.send_parts(_parts(group.rank, index), dtype, right, index)]
             group.recv_parts(spread, dtype, left, index).wait()
-            sent.wait()
+            for part, place in zip(_large_parts(group.rank, index), received[3:5], strict=True):
+                sent.append(group.send_parts([part.to(dtype)], dtype, right, index))
+                group.recv_parts([place], dtype, left, index).wait()
+            for each in sent:
+                each.wait()
             results += [
                 torch.equal(got, part.to(dtype).to(target))
-                for got, part in zip(spread, _parts(left, index), strict=True)
+                for got, part in zip(
+                    [*spread, *received[3:5]], [*_parts(left, index), *_large_parts(left, index)], strict=True
+                )
             ]
         return results
+
+
+def _large_parts(rank: int, index: int) -> list[torch.Tensor]:
+    """Return one that lies in order, and one that doesn't."""
+    return _parts(rank, index)[3:5]
 
 
 def _parts(rank: int, index: int) -> list[torch.Tensor]:

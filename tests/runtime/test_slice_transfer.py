@@ -24,8 +24,8 @@ def test_both_ends_cut_the_same_messages(seed: int) -> None:
     rng = random.Random(seed)
     source, target = random_stage(rng, 6), random_stage(rng, 6)
     copies = plan_copies(SPEC, source.layout, source.replicas, target.layout, target.replicas)
-    devices, most = list(range(6)), rng.choice([10, 100, 10_000])
-    exchanges = [plan_exchange(copies, devices, device, most_elements=most) for device in devices]
+    devices, most, lone = list(range(6)), rng.choice([10, 100, 10_000]), rng.choice([None, 8, 80])
+    exchanges = [plan_exchange(copies, devices, device, most_elements=most, lone_elements=lone) for device in devices]
     for sender, receiver in itertools.permutations(devices, 2):
         assert exchanges[sender].sends.get(receiver) == exchanges[receiver].receives.get(sender)
     for device, exchange in enumerate(exchanges):
@@ -42,11 +42,18 @@ def test_both_ends_cut_the_same_messages(seed: int) -> None:
 
 def test_large_parts_are_cut_along_rows() -> None:
     parts = [TensorSlice("a", (2, 3), (10, 4)), TensorSlice("b", (0,), (5,)), TensorSlice("c", (0, 0), (2, 30))]
-    buckets = cut_buckets(parts, 13)
+    buckets = cut_buckets(parts, 13, 14)
     assert all(bucket.num_elements <= 13 or len(bucket.parts) == 1 for bucket in buckets)
     cut = [part for bucket in buckets for part in bucket.parts]
     assert [part for part in cut if part.name == "a"][-1] == TensorSlice("a", (11, 3), (1, 4))
     assert sum(part.num_elements for part in cut) == 40 + 5 + 60
+
+
+def test_large_parts_travel_alone() -> None:
+    parts = [TensorSlice(name, (0,), (size,)) for name, size in (("a", 2), ("b", 7), ("c", 3), ("d", 9), ("e", 6))]
+    buckets = cut_buckets(parts, 10, 7)
+    assert [[part.name for part in bucket.parts] for bucket in buckets] == [["b"], ["d"], ["a", "c"], ["e"]]
+    assert [bucket.num_elements for bucket in buckets] == [7, 9, 5, 6]
 
 
 @pytest.fixture(scope="module")
@@ -72,4 +79,4 @@ def test_parts_arrive_whatever_their_strides(
 
     run("connect", devices=devices, epoch=epoch, same_host=same_host)
     for came in run("pass_parts", dtype=dtype, target=target, rounds=3).values():
-        assert len(came) == 18 and all(came)
+        assert len(came) == 24 and all(came)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from nereus.model.spec import num_parameters
 from nereus.plan import MODEL_STAGES, Plan
 from nereus.presets import model_preset
 from nereus.transition.assign import one_node
-from nereus.transition.critical_path import price_graph, schedule
+from nereus.transition.critical_path import moves_seconds, price_graph, schedule
 from nereus.transition.durations import durations, setup_seconds
 from nereus.transition.graph import plan_transition
 from nereus.transition.memory import TransitionMemory
@@ -70,6 +71,33 @@ def test_seconds_through_storage():
     assert makespan(graph, seconds) == pytest.approx(0.1 + state / 2e5)
     committed, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "staged", staged_set="committed")
     assert makespan(committed, durations(committed, memory, SLOW)) == pytest.approx(0.1 + state / 4e5)
+
+
+def test_writing_and_reading_share_a_node():
+    graph, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "staged")
+    state = 12 * num_parameters(SPECS[TRAINING])
+    write_s, read_s = 0.1 + state / 2e5, 0.1 + state / 4e5
+    half = replace(SLOW, storage_shared=0.5)
+    assert moves_seconds(graph, memory, SLOW) == pytest.approx(write_s)
+    assert moves_seconds(graph, memory, half) == pytest.approx(write_s + read_s / 2)
+    far = replace(half, node_of=lambda device: device)
+    assert moves_seconds(graph, memory, far) == pytest.approx(write_s)
+    committed, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "staged", staged_set="committed")
+    assert moves_seconds(committed, memory, half) == pytest.approx(read_s)
+
+
+def test_a_device_reads_no_faster_than_its_cores():
+    graph, memory = moved(stage(1, 1, 1), stage(2, 1, 1), "staged", staged_set="committed")
+    state = 12 * num_parameters(SPECS[TRAINING])
+    for cores in (1e6, 1e5):
+        seconds = moves_seconds(graph, memory, replace(SLOW, read_device_bytes_s=cores))
+        assert seconds == pytest.approx(0.1 + state / min(cores, 4e5))
+
+
+def test_those_that_read_at_the_same_time_share_what_their_node_reads():
+    graph, memory = moved(stage(1, 1, 1), stage(3, 1, 1), "staged", staged_set="committed")
+    state = 12 * num_parameters(SPECS[TRAINING])
+    assert moves_seconds(graph, memory, SLOW) == pytest.approx(2 * (0.1 + state / 4e5))
 
 
 def test_what_crosses_nodes_takes_their_links():

@@ -53,7 +53,7 @@ slow: setup  ## the tests that take minutes: learning, and SmolLM2 where `make s
 	$(BIN)/python -m pytest -m slow
 
 sweep: setup  ## layout invariance over 200 mixed plans (long)
-	NEREUS_SWEEP=200 $(BIN)/python -m pytest tests/parity/test_layouts.py
+	NEREUS_SWEEP=200 $(BIN)/python -m pytest -m "long or not long" tests/parity/test_layouts.py
 
 chaos: setup  ## runs and changes of the plan that are killed at 60 moments each, against undisturbed ones (an hour)
 	NEREUS_CHAOS=60 $(BIN)/python -m pytest -m long -rs tests/chaos

@@ -128,6 +128,7 @@ def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.usefixtures("prefect_api")
+@pytest.mark.long
 def test_a_killed_run_goes_on_from_the_command_line(tmp_path: Path):
     """SIGKILL of the driver in the middle of a run, then `resume` on fewer devices."""
     run_dir = tmp_path / "amber"

@@ -53,9 +53,9 @@ def _predicted(spec: dict, precision: str, recompute: bool) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("changes", "precision", "recompute"),
     [
-        ({}, "float32", False),
+        pytest.param({}, "float32", False, marks=pytest.mark.long),
         ({"qk_norm": True, "vocab": 32_768, "layers": 2, "tie_embeddings": True}, "bfloat16", False),
-        ({}, "float32", True),
+        pytest.param({}, "float32", True, marks=pytest.mark.long),
     ],
 )
 def test_live_bytes_of_a_pass_are_predicted_within_15_percent(changes, precision, recompute):
@@ -69,6 +69,7 @@ def test_live_bytes_of_a_pass_are_predicted_within_15_percent(changes, precision
     assert total - predicted["workspace"] <= 1.15 * measured, (predicted, measured)
 
 
+@pytest.mark.long
 def test_the_allocators_holes_are_within_their_margin():
     measured = _measured_bytes(SPEC, "float32", False, {"THP_MEM_ALLOC_ENABLE": "1"})
     predicted = _predicted(SPEC, "float32", False)

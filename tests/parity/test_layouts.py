@@ -74,8 +74,19 @@ def test_base_trains(base: dict[str, Run]) -> None:
         assert all(np.array_equal(trained[name], synced[name]) for name in trained)
 
 
+# The default suite takes one of each kind; the rest is long.
+QUICK_LAYOUTS = ((1, 1, 3), (1, 3, 1), (2, 1, 2))
+QUICK_MIXED_PLANS = 4
+
+
+def long_unless(quick: bool, *values: Any, id: str) -> Any:
+    return pytest.param(*values, id=id, marks=() if quick else pytest.mark.long)
+
+
 @pytest.mark.parametrize("reward", ["function", "model"])
-@pytest.mark.parametrize("layout", uniform_layouts(), ids=lambda d: "x".join(map(str, d)))
+@pytest.mark.parametrize(
+    "layout", [long_unless(d in QUICK_LAYOUTS, d, id="x".join(map(str, d))) for d in uniform_layouts()]
+)
 def test_uniform_layouts(
     workers: Engine, tmp_path: Path, base: dict[str, Run], reward_model: Path, layout: tuple[int, int, int], reward: str
 ) -> None:
@@ -118,7 +129,9 @@ def draw_plan(stages: list[str], seed: int) -> dict[str, Any]:
     return plan
 
 
-@pytest.mark.parametrize("seed", range(NUM_MIXED_PLANS))
+@pytest.mark.parametrize(
+    "seed", [long_unless(seed < QUICK_MIXED_PLANS, seed, id=str(seed)) for seed in range(NUM_MIXED_PLANS)]
+)
 def test_mixed_plans(workers: Engine, tmp_path: Path, base: dict[str, Run], reward_model: Path, seed: int) -> None:
     reward = "model" if seed % 2 else "function"
     tree, stages = tree_of(reward, reward_model)
@@ -126,7 +139,10 @@ def test_mixed_plans(workers: Engine, tmp_path: Path, base: dict[str, Run], rewa
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 2, 2)], ids=lambda d: "x".join(map(str, d)))
+@pytest.mark.parametrize(
+    "layout",
+    [long_unless(d == (1, 2, 2), d, id="x".join(map(str, d))) for d in [(1, 1, 1), (2, 1, 1), (1, 2, 2)]],
+)
 def test_same_plan_twice_is_bitwise_equal(
     workers: Engine, tmp_path: Path, layout: tuple[int, int, int], precision: str
 ) -> None:
@@ -145,7 +161,7 @@ def assert_bitwise_equal(first: Run, second: Run) -> None:
         }
 
 
-@pytest.mark.parametrize(("devices", "threads"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("devices", "threads"), [(2, 1), long_unless(False, 1, 2, id="1-2")])
 def test_fresh_workers_repeat_a_run_bit_by_bit(tmp_path: Path, devices: int, threads: int) -> None:
     """No process, allocator state or split of work over threads may show; matrices are large enough for two threads."""
     tree = {

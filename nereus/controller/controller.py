@@ -27,6 +27,8 @@ class Settings:
 
     With `enabled` false the plan never changes but for micro-batches and recomputation; lost devices end the run.
     `gamma` is the share of the horizon within which a move must pay back; `every` the k of every_k in steps.
+    `survives`: `fixed` gives its tp and pp up where no plan that has them fits, and keeps those that it then gets; else
+    it ends there, as the simulator counts it.
     """
 
     policy: str = "payback"
@@ -34,6 +36,7 @@ class Settings:
     every: int = 3
     thresholds: Thresholds = field(default_factory=Thresholds)
     enabled: bool = True
+    survives: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in ADMIT:
@@ -131,10 +134,11 @@ class Controller:
         self, boundary: Boundary, efficiencies: Efficiencies, triggers: tuple[str, ...], current: Candidate | None
     ) -> Decision:
         """Weigh the best plans against the current one (None: it can't run) and record the verdict."""
-        candidates = self._candidates(boundary, efficiencies)
+        candidates = self._candidates(boundary, efficiencies, is_urgent=current is None)
         if not candidates:
+            is_bound = self.settings.policy == "fixed" and not self.settings.survives
             raise NoPlanError(
-                f"No plan {'of the first tp and pp ' if self.settings.policy == 'fixed' else ''}fits the "
+                f"No plan {'of the first tp and pp ' if is_bound else ''}fits the "
                 f"{len(boundary.cluster.devices)} devices at step {boundary.step}; use more devices or more memory."
             )
         self._monitor.reset_references(boundary.signals)
@@ -162,10 +166,10 @@ class Controller:
         self.plan = decision.plan
         return decision
 
-    def _candidates(self, boundary: Boundary, efficiencies: Efficiencies) -> list[Candidate]:
+    def _candidates(self, boundary: Boundary, efficiencies: Efficiencies, *, is_urgent: bool) -> list[Candidate]:
         """Return the plans to weigh, fastest first, each placement once."""
         found: list[Candidate] = list(self._planning.scale(boundary, efficiencies, self.plan))
-        if self.settings.policy != "fixed":
+        if self.settings.policy != "fixed" or (is_urgent and not found and self.settings.survives):
             found += self._planning.search(boundary, efficiencies, self.plan)
         found.sort(key=lambda candidate: candidate.latency_s)
         distinct: list[Candidate] = []

@@ -153,6 +153,16 @@ def test_a_policy_without_a_plan_says_so():
         one.decide(boundary(1, 2), CONSERVATIVE)
 
 
+def test_a_job_under_fixed_gives_its_layout_up_only_where_it_must():
+    tables = Tables({(2, 2): 10, (1, 4): 50, (1, 2): 90})
+    one = Controller(plan(2, 2), tables, Settings("fixed", survives=True))
+    one.decide(boundary(0, 4), CONSERVATIVE)
+    decision = one.decide(boundary(1, 2), CONSERVATIVE)  # neither (2, 2) nor (2, 1) runs on two devices
+    assert decision is not None and decision.verdict == "urgent" and one.plan == plan(1, 2)
+    one.decide(boundary(2, 4), CONSERVATIVE)
+    assert one.plan == plan(1, 4)  # though (2, 2) is faster
+
+
 def test_every_k_looks_up_at_multiples_of_k_only():
     one = controller(Tables({(1, 4): 100, (2, 2): 99}, {(2, 2): 1e6}), "every_k")
     for step in (0, 1, 2):

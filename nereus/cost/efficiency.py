@@ -123,6 +123,7 @@ CONSERVATIVE_CPU = Efficiencies(
             "all_gather": 100e-6,
             "dp_sync": 500e-6,
             "weight_sync": 1e-3,
+            "comm_setup": 20e-3,
         }
     ),
     host_s=6e-3,

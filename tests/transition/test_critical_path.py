@@ -14,7 +14,7 @@ from nereus.model.spec import num_parameters
 from nereus.plan import MODEL_STAGES, Plan
 from nereus.presets import model_preset
 from nereus.transition.assign import one_node
-from nereus.transition.critical_path import moves_seconds, price_graph, schedule
+from nereus.transition.critical_path import in_turn, last_end, longest_first, moves_seconds, price_graph, schedule
 from nereus.transition.durations import durations, setup_seconds
 from nereus.transition.graph import plan_transition
 from nereus.transition.memory import TransitionMemory
@@ -161,6 +161,18 @@ def test_a_device_takes_part_in_one_primitive_at_a_time():
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
+def test_devices_keep_to_the_order_or_take_the_longest_path():
+    """Device 1 takes part in two copies; a long one waits for the second of them, so that is to go first."""
+    link = {"kind": "extend", "model_stage": TRAINING}
+    short = Primitive("short", devices=(0, 1), **link)
+    urgent = Primitive("urgent", devices=(1, 2), **link)
+    long = Primitive("long", devices=(2, 3), depends_on=("urgent",), **link)
+    seconds = {"short": 1.0, "urgent": 1.0, "long": 5.0}
+    assert last_end(in_turn([short, urgent, long], seconds)) == 7.0
+    assert longest_first([short, urgent, long], seconds) == {"urgent": (0, 1), "short": (1, 2), "long": (1, 6)}
+    assert in_turn([urgent, short], seconds, {"short": ["urgent"]})["short"] == (1.0, 2.0)
+
+
 def random_seconds(graph: TransitionGraph, rng: random.Random) -> dict[str, int]:
     def of(primitive: Primitive) -> int:
         return 0 if primitive.kind == "destroy" else 1 + primitive.bytes // 10_000 + rng.randint(0, 10)
@@ -185,7 +197,7 @@ def test_a_shorter_order_keeps_the_promises():
 
 
 def test_schedules_are_near_the_shortest():
-    """Against CP-SAT, which settles anew who waits for whose memory: nearly all within 5%, the mean within 1%."""
+    """Against CP-SAT, which settles anew who waits for whose memory: all within 5%, the mean within 0.2%."""
     exact_schedule = pytest.importorskip("tests.transition.exact_schedule", reason="needs ortools")
     ratios, seed = [], 0
     while len(ratios) < 40:
@@ -203,4 +215,4 @@ def test_schedules_are_near_the_shortest():
             ratios.append(makespan(shorten(graph, seconds), seconds) / shortest)
     assert min(ratios) >= 1.0
     assert max(ratios) <= 1.05, sorted(ratios)[-5:]
-    assert sum(ratios) / len(ratios) < 1.01
+    assert sum(ratios) / len(ratios) < 1.002

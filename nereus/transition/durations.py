@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,30 @@ from nereus.transition.speeds import Speeds
 
 def durations(graph: TransitionGraph, memory: TransitionMemory, speeds: Speeds) -> dict[str, float]:
     """Return by id the seconds of each primitive before the commit, alone on its devices."""
-    return {p.id: primitive_seconds(p, memory, speeds) for p in graph.primitives if not p.after_commit}
+    seconds: dict[str, float] = {}
+    known: dict[tuple[Any, ...], float] = {}
+    for primitive in graph.primitives:
+        if not primitive.after_commit:
+            shape = _shape(primitive, speeds.node_of)
+            if shape not in known:
+                known[shape] = primitive_seconds(primitive, memory, speeds)
+            seconds[primitive.id] = known[shape]
+    return seconds
+
+
+def _shape(primitive: Primitive, node_of: Callable[[int], int]) -> tuple[Any, ...]:
+    """Return what settles the seconds of a primitive: equal where only the names of devices and nodes differ."""
+    place = {device: number for number, device in enumerate(primitive.devices)}
+    nodes: dict[int, int] = {}
+    return (
+        primitive.kind,
+        primitive.model_stage,
+        primitive.bytes,
+        *[nodes.setdefault(node_of(device), len(nodes)) for device in primitive.devices],
+        *[(unit.layout, *map(place.get, unit.devices)) for unit in (*primitive.reads, *primitive.makes)],
+        len(primitive.reads),
+        *map(place.get, primitive.shares),
+    )
 
 
 def primitive_seconds(primitive: Primitive, memory: TransitionMemory, speeds: Speeds) -> float:

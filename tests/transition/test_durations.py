@@ -1,5 +1,6 @@
 """What the parts of a price count: two ways at once, commands, and pieces of checksums."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from nereus.cluster import Link
 from nereus.layout import Layout
 from nereus.transition.critical_path import price_graph
-from nereus.transition.durations import durations, num_pieces, verify_seconds
-from tests.transition.cases import SPECS, stage
+from nereus.transition.durations import durations, num_pieces, primitive_seconds, verify_seconds
+from nereus.transition.graph import plan_transition
+from tests.transition.cases import LEAST_ROOM, SPECS, memory_for, random_plan, stage
 from tests.transition.test_critical_path import SLOW, TRAINING, moved
 
 
@@ -35,3 +37,15 @@ def test_every_piece_is_summed_up():
     more = verify_seconds(graph, memory, replace(SLOW, verify_piece_s=1.0)) - verify_seconds(graph, memory, SLOW)
     assert more == pytest.approx(2 * num_pieces(TRAINING, SPECS[TRAINING], Layout()))
     assert num_pieces(TRAINING, SPECS[TRAINING], Layout(2, 1)) < num_pieces(TRAINING, SPECS[TRAINING], Layout())
+
+
+def test_what_differs_in_names_only_takes_as_long():
+    """Seconds that were worked out for another primitive are the same as its own."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        current, target = (random_plan(rng, 16) for _ in range(2))
+        memory = memory_for(current, target, LEAST_ROOM + rng.choice([0, 10**6]))
+        speeds = replace(SLOW, node_of=[lambda device: device // 3, lambda device: device // 8][seed % 2])
+        graph = plan_transition(current, target, memory, transport=rng.choice(["auto", "staged"]))
+        first = [p for p in graph.primitives if not p.after_commit]
+        assert durations(graph, memory, speeds) == {p.id: primitive_seconds(p, memory, speeds) for p in first}

@@ -174,11 +174,12 @@ class Drafting:
         return reservations, sum(counts), shared
 
     def _add_send_buffers(self, draft: Draft) -> None:
-        buffer = min(draft.bytes, self._memory.transfer_buffer_bytes)
+        buffer, memory = min(draft.bytes, self._memory.transfer_buffer_bytes), draft.memory
+        only_sends = Reservation(buffer, 0)
         for unit in draft.reads if buffer else ():
             for device in unit.devices:
-                peak, held = draft.memory.get(device, (0, 0))
-                draft.memory[device] = Reservation(peak + buffer, held)
+                other = memory.get(device)
+                memory[device] = Reservation(other.peak + buffer, other.held) if other else only_sends
 
     def _in_place_peak(self, stage: StageState, old_rank: int | None, new_rank: int | None) -> int:
         key = (stage.name, old_rank, new_rank)

@@ -16,11 +16,13 @@ from tests.chaos.adapted_job import NO_DEVICES
 from tests.chaos.disturbances import KINDS, Disturbance, draw
 from tests.chaos.runs import TREE, ChaosRun, uniform
 
-STEPS = 8
-DEVICES = 4
+STEPS = 7
+DEVICES = 3
 # Memory of a device, and how many devices the job needs with it. With little of it layouts have to follow the devices.
 MEMORIES = {"2GiB": 1, "136MiB": 2}
 MOST_DRIVERS = 8
+# Workers are more than cores, and each of them waits for its peers.
+LIMIT_S = 400.0
 ADAPTED_TREE: dict[str, Any] = {
     **TREE,
     "steps": STEPS,
@@ -100,7 +102,9 @@ class AdaptedRun(ChaosRun):
 
     def run_fixed(self) -> None:
         """Let the run come to its end on one device, on one plan, with nothing that disturbs it."""
-        launch = self.end(self._start("tests.chaos.adapted_job", {**ADAPTED_TREE, **FIXED}, {"disturbances": []}))
+        launch = self.end(
+            self._start("tests.chaos.adapted_job", {**ADAPTED_TREE, **FIXED}, {"disturbances": []}), LIMIT_S
+        )
         assert launch.returncode == 0, launch.said
         self.check_nothing_left()
 
@@ -129,7 +133,7 @@ class AdaptedRun(ChaosRun):
         """Run one driver to its end; return how it ended."""
         what = {"disturbances": [asdict(one) for one in disturbances]}
         process = self._start("tests.chaos.adapted_job", story.world.tree, what)
-        launch = self.end(process)
+        launch = self.end(process, LIMIT_S)
         number = len(story.ends)
         (self._folder / f"driver-{number}.log").write_text(launch.said)
         self.wait_until_alone()

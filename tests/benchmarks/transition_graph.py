@@ -76,12 +76,14 @@ def measure_planning(num_devices: int, *, repeats: int) -> list[dict[str, Any]]:
         return Plan.of(dict.fromkeys(MODEL_STAGES, placed))
 
     half, whole = everywhere(stage(num_devices // 16, 4, 2)), everywhere(stage(num_devices // 8, 4, 2))
-    deep = everywhere(stage(num_devices // 8, 2, 4))
+    deep, uneven = everywhere(stage(num_devices // 8, 2, 4)), everywhere(stage(num_devices // 6, 3, 2))
     rows = []
     for change, current, target in (
         ("dp doubled", half, whole),
         ("dp halved", whole, half),
         ("tp4 to pp4", whole, deep),
+        ("dp doubled, tp4 to pp4", half, deep),
+        ("tp4 to tp3", whole, uneven),
     ):
         held = [max(resident_bytes(plan, memory, plan.devices).values()) for plan in (current, target)]
         for room, usable in (("both plans", 2 * sum(held)), ("12%", int(1.12 * max(held)))):

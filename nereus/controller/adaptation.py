@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from nereus.controller.controller import Controller
 from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutcome
 from nereus.controller.monitor import Signals, describe_cap
 from nereus.cost.calibration import Calibration
+from nereus.cost.efficiency import Efficiencies
 from nereus.cost.load import StepLoad
 from nereus.cost.operations import Operations
 from nereus.cost.step import combine_tasks
@@ -18,6 +19,9 @@ from nereus.plan import Plan
 
 # A threshold is crossed by what is known within it: so many standard deviations hold 95% of all errors.
 SURE_DEVIATIONS = 2
+# A class with a smaller share of a step's seconds may change as it likes: no plan is better for it, but its noise would
+# pass for drift, and shorten the horizon of all that matters.
+LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Adaptation:
     cluster: Cluster | None = None
     warnings: list[tuple[int, str]] = field(default_factory=list)
     _free_bytes: float | None = None
+    _minor: frozenset[str] = frozenset()  # classes below LEAST_SHARE in the last step
     _previous_longest: float | None = None
 
     def decide(self, step: int, around: Surroundings) -> Decision | None:
@@ -89,7 +94,8 @@ class Adaptation:
             response_tokens=self.load.response_tokens if known else None,
             free_memory_bytes=self._free_bytes,
             efficiency=efficiencies.efficiency,
-            unsure=frozenset(name for name, deviation in doubt.items() if SURE_DEVIATIONS * deviation > most),
+            unsure=frozenset(name for name, deviation in doubt.items() if SURE_DEVIATIONS * deviation > most)
+            | self._minor,
             device_factor=efficiencies.device_factor,
         )
         return Boundary(
@@ -124,7 +130,8 @@ class Adaptation:
         for equal in outcome.equal_work_s:
             self.calibration.devices.observe(equal)
         if outcome.stages_s:
-            for key, operations in self.predictor.operations(plan, load, self.cluster).items():
+            tasks = self.predictor.operations(plan, load, self.cluster)
+            for key, operations in tasks.items():
                 name = key.split("/")[0]
                 devices = plan[name].devices if name in plan else ()
                 seconds, classes_s = outcome.stages_s.get(key, 0.0), outcome.classes_s.get(key, {})
@@ -135,6 +142,7 @@ class Adaptation:
             if outcome.completed:
                 known_s = sum(combine_tasks(plan, outcome.stages_s).values())
                 self.calibration.observe_rest(outcome.seconds - known_s)
+                self._minor = find_minor(tasks.values(), self.calibration.efficiencies())
         self._learn_memory(outcome, plan, load)
 
     def predict_peaks(self, outcome: StepOutcome) -> dict[int, int]:
@@ -182,6 +190,7 @@ class Adaptation:
             "response_tokens_longest": self.load.response_tokens_longest,
             "previous_longest": self._previous_longest,
             "free_bytes": self._free_bytes,
+            "minor": sorted(self._minor),
         }
 
     def go_on_from(self, record: Mapping[str, Any]) -> None:
@@ -193,3 +202,14 @@ class Adaptation:
             response_tokens_longest=record["response_tokens_longest"],
         )
         self._previous_longest, self._free_bytes = record["previous_longest"], record["free_bytes"]
+        self._minor = frozenset(record.get("minor", ()))
+
+
+def find_minor(tasks: Iterable[Operations], efficiencies: Efficiencies) -> frozenset[str]:
+    """Return the classes that take less than `LEAST_SHARE` of the seconds of some tasks, one after the other."""
+    spent: dict[str, float] = {}
+    for operations in tasks:
+        for name, seconds in operations.seconds(efficiencies).items():
+            spent[name] = spent.get(name, 0.0) + float(seconds)
+    total_s = sum(spent.values())
+    return frozenset(name for name, seconds in spent.items() if seconds < LEAST_SHARE * total_s)

@@ -37,8 +37,8 @@ class Signals:
         response_tokens: mean response length.
         free_memory_bytes: least free memory of a device at its peak.
         efficiency: achieved efficiency by operation class.
-        unsure: classes whose efficiency isn't known to within its threshold. Such an estimate moves by itself as it is
-            learned; it says nothing of the hardware, and crosses nothing.
+        unsure: classes whose efficiency isn't known to within its threshold, or that hardly take any time. Such an
+            estimate moves by itself as it is learned; it says nothing of the hardware, and crosses nothing.
         device_factor: how many times longer than its kind a device takes, where that isn't 1.
     """
 

@@ -3,15 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nereus.catalog import cluster_preset
-from nereus.controller.adaptation import Adaptation, Surroundings
+from nereus.controller.adaptation import Adaptation, Surroundings, find_minor
 from nereus.controller.controller import Settings
 from nereus.controller.decision import Boundary, StepOutcome
 from nereus.controller.loop import ControlLoop
 from nereus.cost.calibration import Calibration
+from nereus.cost.efficiency import CONSERVATIVE
 from nereus.cost.load import StepLoad
+from nereus.cost.operations import Operations
 from nereus.layout import Layout
 from nereus.plan import Plan, StagePlan
 
@@ -89,3 +92,9 @@ def test_a_step_that_broke_off_is_done_again_and_teaches_of_memory_only():
 def test_responses_at_the_cap_are_warned_of_once_a_step():
     loop, _ = run(outcome(0, 120, share_at_cap=0.2), outcome(1, 120, share_at_cap=0.9), cap_tokens=130)
     assert [step for step, _ in loop.warnings] == [1]
+
+
+def test_what_hardly_takes_time_is_no_sign_of_drift():
+    step = {"gemm": np.asarray(0.5), "weight_sync": np.asarray(0.005)}
+    assert find_minor([Operations(work_s=step)], CONSERVATIVE) == {"weight_sync", "host"}
+    assert find_minor([], CONSERVATIVE) == frozenset()

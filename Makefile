@@ -9,7 +9,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export DO_NOT_TRACK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long check fix bench bench-cost serve deploy smollm2 slow sweep chaos coordination showcase
+.PHONY: help setup demo test long check fix bench bench-cost bench-adapt serve deploy smollm2 slow sweep chaos coordination showcase
 
 help:  ## list the entry points
 	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ bench: setup smollm2  ## measure side by side; prints tables, writes build/bench
 
 bench-cost: setup smollm2  ## plans predicted and executed: latency, memory, the choice (20 minutes, idle machine)
 	$(BIN)/python -m tests.benchmarks.cost_model
+
+bench-adapt: setup  ## whole runs under each policy while responses grow and devices go (20 minutes, idle machine)
+	$(BIN)/python -m tests.benchmarks.adapt
 
 slow: setup  ## the tests that take minutes: learning, and SmolLM2 where `make smollm2` has fetched it
 	$(BIN)/python -m pytest -m slow

@@ -16,6 +16,11 @@ def score_vowels(prompt: str, response: str, example: dict[str, Any]) -> float:
     return min(sum(letter in VOWELS for letter in response) / wanted, 1.0)
 
 
+def score_many_vowels(prompt: str, response: str, example: dict[str, Any]) -> float:
+    """Return the share of 160 vowels that the response holds: what `score_vowels` gives, for responses far longer."""
+    return score_vowels(prompt, response, {"vowels": 160})
+
+
 def score_arithmetic(prompt: str, response: str, example: dict[str, Any]) -> float:
     """Return 1 if the last whole number of the response is `example["answer"]`, else credit for coming close.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nereus.emu import Emu
-from nereus.transition.primitives import Primitive
+from nereus.transition.primitives import Primitive, Reservation
 from nereus.transition.twins import Twins
 
 
@@ -72,19 +72,27 @@ class Stencil:
             )
 
     def _on_all(self, primitive: Primitive, id: str) -> Primitive:
+        memory: dict[int, Reservation] = {}
+        for device, reservation in primitive.memory.items():
+            memory.update(dict.fromkeys(self._devices_on_all([device]), reservation))
         return replace(
             primitive,
             id=id,
             reads=self.units_on_all(primitive.reads),
             frees=self.units_on_all(primitive.frees),
-            devices=tuple(sorted(d for device in primitive.devices for d in self._devices_on_all(device))),
-            memory={d: bytes for device, bytes in primitive.memory.items() for d in self._devices_on_all(device)},
+            devices=tuple(sorted(self._devices_on_all(primitive.devices))),
+            memory=memory,
         )
 
     def units_on_all(self, units: Iterable[Emu]) -> tuple[Emu, ...]:
         """Return units of the first ones, and those that stand for them on their twins, in the order of replicas."""
         places = [(self._twins_of[unit.devices[0]], self._unit_at[id(unit)]) for unit in units]
-        return tuple(sorted(part.units[at] for twins, at in places for part in twins))
+        return tuple(sorted([part.units[at] for twins, at in places for part in twins], key=_replica))
 
-    def _devices_on_all(self, device: int) -> Iterable[int]:
-        return (part.devices[self._device_at[device]] for part in self._twins_of[device])
+    def _devices_on_all(self, devices: Iterable[int]) -> list[int]:
+        places = [(self._twins_of[device], self._device_at[device]) for device in devices]
+        return [part.devices[at] for twins, at in places for part in twins]
+
+
+def _replica(unit: Emu) -> int:
+    return unit.replica

@@ -55,21 +55,20 @@ def find_twins(
         return ()
     flat = np.concatenate([slot.ravel() for slot in slots])
     ordered, place = _places(flat, part)
-    devices, part_of = ids[ordered].tolist(), part[ordered]
-    node = np.array([node_of(device) for device in devices])
-    _, first, number = np.unique(part_of * (1 + node.max()) + node, return_index=True, return_inverse=True)
-    free = np.array([free_bytes.get(device, -1) for device in devices])
-    bounds = _bounds(part_of)
-    there = _pieces(np.stack([free, is_lost[ordered], place[ordered[first[number]]]], axis=1), bounds)
+    devices, label = ids[ordered].tolist(), part[ordered]
+    first_of_node = _firsts(label, np.array([node_of(device) for device in devices]))
+    free = [free_bytes.get(device, -1) for device in devices]
+    there = _pieces(np.stack([free, is_lost[ordered], place[ordered[first_of_node]]], axis=1), label)
     by_part = np.argsort(part[flat], kind="stable")
     group_of = np.repeat(np.arange(len(slots)), [slot.size for slot in slots])
-    lies = _pieces((group_of * len(ids) + place[flat])[by_part], _bounds(part[flat][by_part]))
-    units: dict[int, list[Emu]] = {label: [] for label in part_of[bounds[:-1]].tolist()}
+    lies = _pieces((group_of * len(ids) + place[flat])[by_part], part[flat][by_part])
+    units: dict[int, list[Emu]] = {number: [] for number in np.unique(part).tolist()}
     for group, slot in zip(groups, slots, strict=True):
-        for unit, label in zip(group, part[slot[:, 0]].tolist(), strict=True):
-            units[label].append(unit)
+        for unit, number in zip(group, part[slot[:, 0]].tolist(), strict=True):
+            units[number].append(unit)
     found: dict[tuple[bytes, bytes], list[Part]] = {}
-    for (start, end), *likeness, own in zip(itertools.pairwise(bounds), there, lies, units.values(), strict=True):
+    cuts = itertools.pairwise(_bounds(label))
+    for (start, end), *likeness, own in zip(cuts, there, lies, units.values(), strict=True):
         found.setdefault((likeness[0], likeness[1]), []).append(Part(tuple(devices[start:end]), tuple(own)))
     return tuple(map(tuple, found.values())) if 2 * len(found) <= len(units) else ()
 
@@ -120,15 +119,21 @@ def _places(flat: np.ndarray, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return ordered, place
 
 
+def _firsts(labels: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """Return the index of the first device with the same label on the same node."""
+    _, first, number = np.unique(labels * (1 + nodes.max()) + nodes, return_index=True, return_inverse=True)
+    return first[number]
+
+
+def _pieces(rows: np.ndarray, labels: np.ndarray) -> list[bytes]:
+    """Return each run of rows with equal labels as bytes, to be compared."""
+    raw, width = rows.tobytes(), rows.nbytes // len(rows)
+    return [raw[width * start : width * end] for start, end in itertools.pairwise(_bounds(labels))]
+
+
 def _bounds(labels: np.ndarray) -> list[int]:
     """Return where each run of equal labels starts, and the end."""
     return [*np.flatnonzero(np.diff(labels, prepend=-1)).tolist(), len(labels)]
-
-
-def _pieces(rows: np.ndarray, bounds: Sequence[int]) -> list[bytes]:
-    """Return the rows between bounds as bytes, to be compared."""
-    raw, width = rows.tobytes(), rows.nbytes // len(rows)
-    return [raw[width * start : width * end] for start, end in itertools.pairwise(bounds)]
 
 
 def only_on(sides: Sequence[Sides], devices: Collection[int]) -> tuple[Sides, ...]:

@@ -21,6 +21,7 @@ def print_report(runs: Sequence[Record]) -> None:
     by_policy = {policy: [run for run in runs if run["policy"] == policy] for policy in policies}
     _print_totals(by_policy)
     _print_parts(by_policy)
+    _print_stretches(by_policy)
     _print_moves(by_policy)
     _print_verdicts(by_policy)
 
@@ -33,7 +34,7 @@ def _print_totals(by_policy: Mapping[str, Sequence[Record]]) -> None:
         rows.append(
             (
                 policy,
-                median(totals),
+                f"{median(totals):.1f}",
                 f"{min(totals):.1f} - {max(totals):.1f}",
                 f"{_spread(gains)}" if policy != _FIRST and gains else None,
                 *(_median(runs, key) for key in ("step_s", "transitions", "layout_transitions")),
@@ -65,6 +66,34 @@ def _print_parts(by_policy: Mapping[str, Sequence[Record]]) -> None:
         for policy, runs in by_policy.items()
     ]
     print_table("Where the seconds of a run go, medians", ("policy", *(part.replace("_", " ") for part in parts)), rows)
+
+
+def _print_stretches(by_policy: Mapping[str, Sequence[Record]]) -> None:
+    """Print what each policy took between the changes of the devices: there it shows what a policy gains where."""
+    rows, columns = [], ["policy"]
+    for policy, runs in by_policy.items():
+        split = [stretches(run["steps"]) for run in runs]
+        columns = ["policy", *(describe_stretch(steps) for steps in split[0])]
+        seconds = [[sum(step["seconds"]["total"] for step in steps) for steps in one] for one in split]
+        rows.append((policy, *(median(column) for column in zip(*seconds, strict=True))))
+    print_table("Seconds of a run from one change of the devices to the next, medians", columns, rows)
+
+
+def stretches(steps: Sequence[Record]) -> list[list[Record]]:
+    """Return the steps of a run in groups, each from one change of the devices to the next."""
+    groups: list[list[Record]] = []
+    for step in steps:
+        if not groups or step["devices_present"] != groups[-1][-1]["devices_present"]:
+            groups.append([])
+        groups[-1].append(step)
+    return groups
+
+
+def describe_stretch(steps: Sequence[Record]) -> str:
+    """Return the devices of a stretch and how long its responses were at both of its ends."""
+    first, last = (round(step["response_tokens_mean"]) for step in (steps[0], steps[-1]))
+    count = len(steps[0]["devices_present"])
+    return f"{count} device{'' if count == 1 else 's'}, {first}-{last}"
 
 
 def _print_moves(by_policy: Mapping[str, Sequence[Record]]) -> None:

@@ -11,7 +11,7 @@ from nereus.controller.controller import Controller
 from nereus.controller.decision import Boundary, Decision, NoPlanError, StepOutcome
 from nereus.controller.monitor import Signals, describe_cap
 from nereus.cost.calibration import Calibration
-from nereus.cost.efficiency import Efficiencies
+from nereus.cost.efficiency import CLASSES, Efficiencies
 from nereus.cost.load import StepLoad
 from nereus.cost.operations import Operations
 from nereus.cost.step import combine_tasks
@@ -206,10 +206,10 @@ class Adaptation:
 
 
 def find_minor(tasks: Iterable[Operations], efficiencies: Efficiencies) -> frozenset[str]:
-    """Return the classes that take less than `LEAST_SHARE` of the seconds of some tasks, one after the other."""
+    """Return the classes that take less than `LEAST_SHARE` of the seconds of some tasks; of no tasks, none."""
     spent: dict[str, float] = {}
     for operations in tasks:
         for name, seconds in operations.seconds(efficiencies).items():
             spent[name] = spent.get(name, 0.0) + float(seconds)
     total_s = sum(spent.values())
-    return frozenset(name for name, seconds in spent.items() if seconds < LEAST_SHARE * total_s)
+    return frozenset(name for name in CLASSES if spent.get(name, 0.0) < LEAST_SHARE * total_s)

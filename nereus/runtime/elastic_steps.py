@@ -91,10 +91,10 @@ class ElasticSteps(StagedSteps):
         return self._transition
 
     def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
-        self._check_alive(step)
         transport = self.config.transport
         staged_set, committed = self._staged_set(step, may_be_pending=transport == "staged")
-        started = [device for device in target.devices if device not in self._engine.pids()]
+        living = self._living(step)  # a worker may have died of the commit that was waited for
+        started = [device for device in target.devices if device not in living]
         if started:
             self._engine.start(started)
         self._measure({*self.plan.devices, *target.devices})
@@ -113,13 +113,19 @@ class ElasticSteps(StagedSteps):
         """Return what a move may use now."""
         return self.job.transition_memory
 
-    def _check_alive(self, step: int) -> None:
-        """Raise CommandError where a worker of the plan in force has died: one in its place would hold nothing."""
-        dead = sorted(set(self.plan.devices) - set(self._engine.pids()) - self._lost)
+    def _living(self, step: int) -> frozenset[int]:
+        """Return the devices that have a worker.
+
+        Raises:
+            CommandError: one of the plan in force has died; another in its place would hold nothing.
+        """
+        living = frozenset(self._engine.pids())
+        dead = sorted(set(self.plan.devices) - living - self._lost)
         if dead:
             text = f"device {dead[0]} was lost before the transition of step {step}"
             self._engine.mark_broken(text)
             raise CommandError(text, device=dead[0], label="transition", step=step)
+        return living
 
     def _move(
         self,

@@ -21,7 +21,6 @@ from rich.table import Table
 
 from nereus.runtime import shard_queue
 from nereus.runtime.session import Session
-from nereus.runtime.transition import Transition
 from tests.chaos.points import PointDoom
 from tests.chaos.scenarios import CHANGE, SCENARIOS
 from tests.chaos.struck import Struck, StruckRuns, assert_same, run_undisturbed
@@ -80,23 +79,28 @@ def test_a_worker_that_is_struck_leaves_no_trace(
 
 @pytest.mark.skipif(NUM_KILLS > 0, reason="the other tests cover what is long")
 @pytest.mark.timeout(300)
-def test_a_worker_that_died_before_the_transition_is_missed(runs: StruckRuns, base: Struck, tmp_path: Path):
-    """One that is started in its place holds nothing."""
+@pytest.mark.parametrize("method", ["begin_transition", "_staged_set"])
+def test_a_worker_that_died_before_the_transition_is_missed(
+    method: str, runs: StruckRuns, base: Struck, tmp_path: Path
+):
+    """One that is started in its place holds nothing, as one would that is started after the commit was waited for."""
 
     def prepare(session: Session) -> None:
-        begin = session.begin_transition
+        call = getattr(session, method)
 
-        def kill_and_begin(step: int) -> Transition:
-            if step == CHANGE:
-                os.kill(session.worker_pids()[1], signal.SIGKILL)
+        def kill_and_call(step: int, **kwargs: Any) -> Any:
+            if step == CHANGE and session.next_step == CHANGE and not killed:
+                killed.append(session.worker_pids()[1])
+                os.kill(killed[0], signal.SIGKILL)
                 while 1 in session.worker_pids():
                     time.sleep(0.01)
-            return begin(step)
+            return call(step, **kwargs)
 
-        session.begin_transition = kill_and_begin  # type: ignore[method-assign]
+        setattr(session, method, kill_and_call)
 
+    killed: list[int] = []
     run = runs.run(tmp_path / "run", SCENARIOS["merge"], None, prepare)
-    assert run.outcomes == "recovered, committed"
+    assert killed and run.outcomes == "recovered, committed"
     assert "device 1 was lost before the transition of step 2" in run.lines[0]["reason"]
     assert_same(run, base)
 

@@ -28,8 +28,8 @@ from nereus.runtime.waiting import AbortFlag, CommunicatorAborted, CommunicatorE
 
 __all__ = ["AbortFlag", "Communicator", "CommunicatorAborted", "CommunicatorError", "Pending"]
 
-_SHARED_MESSAGE_BYTES = 4 << 20
-_MESSAGE_BYTES = 16 << 20
+_SHARED_MESSAGE_BYTES, _SHARED_WINDOW_BYTES = 2 << 20, 16 << 20
+_MESSAGE_BYTES, _WINDOW_BYTES = 16 << 20, 32 << 20
 _LONE_BYTES = 512 << 10
 
 
@@ -143,6 +143,11 @@ class Communicator:
     def message_bytes(self) -> int:
         """The size of many messages that is quickest: on shared memory those in flight stay in the cache."""
         return _SHARED_MESSAGE_BYTES if isinstance(self._group, _SharedGroup) else _MESSAGE_BYTES
+
+    @property
+    def window_bytes(self) -> int:
+        """How much of many messages may be under way to a peer: enough that it goes on while this rank must pause."""
+        return _SHARED_WINDOW_BYTES if isinstance(self._group, _SharedGroup) else _WINDOW_BYTES
 
     @property
     def lone_bytes(self) -> int:

@@ -28,8 +28,6 @@ _NUM_TENSORS = 8  # in all more than a processor's cache has room for: a transit
 _SMALL_SHAPE = (64,)  # a norm's weight
 _NUM_SMALL = 50
 _REPEATS = 3
-# Messages under way at the same time, as in a transition.
-_IN_FLIGHT = 2
 _CONNECTS = 3
 # What takes longer than this isn't measured again.
 _ENOUGH_S = 0.1
@@ -166,6 +164,7 @@ class _Bench:
             target = rank + 1 if rank % 2 == 0 and rank + 1 < size else -1
             source = rank - 1 if rank % 2 else -1
         dtype = self.tensors[0].dtype
+        most_in_flight = self._communicator.window_bytes // self.tensors[0].nbytes
 
         def exchange(tensors: list[Tensor]) -> list[Tensor]:
             received = self._new(tensors) if source >= 0 else []
@@ -174,24 +173,26 @@ class _Bench:
                 posted = [self._communicator.recv_parts([received[index]], dtype, source)] if source >= 0 else []
                 posted += [self._communicator.send_parts([tensor], dtype, target)] if target >= 0 else []
                 in_flight.append(posted)
-                if len(in_flight) == _IN_FLIGHT:
+                if len(in_flight) == most_in_flight:
                     _wait(in_flight.popleft())
             for posted in in_flight:
                 _wait(posted)
             return received
 
-        large_s = self._median_s(lambda: exchange(self.tensors), trim=True)
-        small_s = self._median_s(lambda: exchange(self._small[:1]))
+        large_s = self._mean_s(lambda: exchange(self.tensors), trim=True)
+        small_s = self._mean_s(lambda: exchange(self._small[:1]))
         self._communicator.trim()
         return _link_of(self._num_bytes, large_s, small_s, num_messages=len(self.tensors))
 
     def _link(self, work: Callable[[list[Tensor]], object]) -> Link:
-        large_s = self._median_s(lambda: work(self.tensors), trim=True)
-        small_s = self._median_s(lambda: work(self._small)) / len(self._small)
+        large_s = self._mean_s(lambda: work(self.tensors), trim=True)
+        small_s = self._mean_s(lambda: work(self._small)) / len(self._small)
         return _link_of(self._num_bytes, large_s, small_s, num_messages=len(self.tensors))
 
-    def _median_s(self, call: Callable[[], object], *, trim: bool = False) -> float:
-        """Return the median seconds of some calls, after one to warm up; of that one where it took long on any rank.
+    def _mean_s(self, call: Callable[[], object], *, trim: bool = False) -> float:
+        """Return the mean seconds of some calls, after one to warm up; of that one where it took long on any rank.
+
+        The mean, since a transition is long enough to meet all that disturbs one of them.
 
         Args:
             trim: each call finds only new memory.
@@ -200,7 +201,7 @@ class _Bench:
         self._communicator.all_reduce(first, "max")
         if float(first) > _ENOUGH_S:
             return float(first)
-        return statistics.median(self._time_s(call, trim=trim) for _ in range(_REPEATS))
+        return statistics.fmean(self._time_s(call, trim=trim) for _ in range(_REPEATS))
 
     def _time_s(self, call: Callable[[], object], *, trim: bool) -> float:
         if trim:

@@ -24,7 +24,7 @@ from nereus.plan import stage_of
 from nereus.runtime.communicator import Communicator, CommunicatorAborted
 from nereus.runtime.links import Links, connect_links
 from nereus.runtime.rank_state import Counters
-from nereus.runtime.slice_transfer import ROUNDS_IN_FLIGHT, most_peers, plan_exchange, run_exchange
+from nereus.runtime.slice_transfer import LEAST_IN_FLIGHT, most_peers, plan_exchange, run_exchange
 from nereus.runtime.transition_orders import BuildOrder, RestoreOrder, TransitionOrder, UnitKey
 from nereus.runtime.unit_tensors import HeldTensors, named
 from nereus.runtime.units import Dissolved, Units
@@ -183,12 +183,14 @@ class RankTransition:
         """Copy, send and receive what belongs to a chunk; return the bytes received."""
         attempt, dtype = self._now, self._units.dtype_of(work.model_stage)
         assert attempt.transfer is not None
-        most_bytes = min(attempt.transfer.message_bytes, TRANSFER_BUFFER_BYTES // (ROUNDS_IN_FLIGHT * work.peers))
+        window_bytes = min(attempt.transfer.window_bytes, TRANSFER_BUFFER_BYTES // work.peers)
+        most_bytes = min(attempt.transfer.message_bytes, window_bytes // LEAST_IN_FLIGHT)
         exchange = plan_exchange(
             work.copies.get(chunk, ()),
             attempt.devices,
             self._context.device,
             most_elements=most_bytes // dtype.itemsize,
+            window_elements=window_bytes // dtype.itemsize,
             lone_elements=min(most_bytes, attempt.transfer.lone_bytes) // dtype.itemsize,
         )
         run_exchange(exchange, source, target, attempt.transfer, dtype)

@@ -17,10 +17,9 @@ from nereus.layout import Copy
 from nereus.runtime.communicator import Communicator, Pending
 from storage.slices import TensorSlice
 
-# Messages of full size under way for each pair of devices and direction: one is filled while the other is read.
-ROUNDS_IN_FLIGHT = 2
-# Smaller ones, of as many bytes in all, may be more; a mailbox has room for 128.
-_MOST_ROUNDS = 32
+# Messages under way for each pair of devices and direction: at least so many, one is filled while the other is read,
+# and no more than fit into a mailbox (which has room for 128).
+LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 2, 32
 
 
 class Slices(Protocol):
@@ -40,12 +39,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One device's part of some copies: what it keeps, and by rank of the communicator what it sends and receives."""
+    """One device's part of some copies: what it keeps, and by rank of the communicator what it sends and receives.
+
+    `window_elements` may be under way to or from each of them.
+    """
 
     local: tuple[TensorSlice, ...]
     sends: Mapping[int, tuple[Bucket, ...]]
     receives: Mapping[int, tuple[Bucket, ...]]
-    most_elements: int
+    window_elements: int
 
     @property
     def received_elements(self) -> int:
@@ -68,6 +70,7 @@ def plan_exchange(
     device: int,
     *,
     most_elements: int,
+    window_elements: int = 0,
     lone_elements: int | None = None,
 ) -> Exchange:
     """Return a device's part of copies that all take part in.
@@ -75,6 +78,7 @@ def plan_exchange(
     Args:
         devices: in the order of their ranks in the communicator.
         most_elements: of a message; the same on all devices.
+        window_elements: may be under way at the same time, each way between two devices; two messages in any case.
         lone_elements: slices of so many or more are messages of their own; the same on all devices. None: none is.
     """
     local: list[TensorSlice] = []
@@ -93,7 +97,8 @@ def plan_exchange(
     def buckets(parts: Mapping[int, list[TensorSlice]]) -> dict[int, tuple[Bucket, ...]]:
         return {devices.index(peer): tuple(cut_buckets(parts[peer], most_elements, lone)) for peer in sorted(parts)}
 
-    return Exchange(tuple(local), buckets(outgoing), buckets(incoming), most_elements)
+    window_elements = max(window_elements, LEAST_IN_FLIGHT * most_elements)
+    return Exchange(tuple(local), buckets(outgoing), buckets(incoming), window_elements)
 
 
 def cut_buckets(parts: Sequence[TensorSlice], most_elements: int, lone_elements: int) -> list[Bucket]:
@@ -146,18 +151,14 @@ def run_exchange(
     for part in exchange.local:
         assert source is not None and target is not None
         target.find(part).copy_(source.find(part))
-    me, in_flight = communicator.rank, deque[tuple[list[Pending], int]]()
-    elements_in_flight, most = 0, ROUNDS_IN_FLIGHT * exchange.most_elements
+    me, window = communicator.rank, _Window(exchange.window_elements)
     pairs = sorted([(me, peer) for peer in exchange.sends] + [(peer, me) for peer in exchange.receives])
     all_buckets = [*exchange.sends.values(), *exchange.receives.values()]
     rounds = max(map(len, all_buckets), default=0)
     for index in range(rounds):
         posted: list[Pending] = []
         largest = max(buckets[index].num_elements for buckets in all_buckets if index < len(buckets))
-        while in_flight and (elements_in_flight + largest > most or len(in_flight) == _MOST_ROUNDS):
-            done, elements = in_flight.popleft()
-            _wait(done)
-            elements_in_flight -= elements
+        window.make_room(largest)
         for sender, receiver in pairs:
             buckets = exchange.sends[receiver] if sender == me else exchange.receives[sender]
             if index >= len(buckets):
@@ -169,12 +170,32 @@ def run_exchange(
                 posted.append(communicator.send_parts(parts, dtype, receiver, index))
             else:
                 posted.insert(0, communicator.recv_parts(parts, dtype, sender, index))
-        in_flight.append((posted, largest))
-        elements_in_flight += largest
-    for posted, _ in in_flight:
-        _wait(posted)
+        window.add(posted, largest)
+    window.close()
 
 
-def _wait(transfers: Sequence[Pending]) -> None:
-    for transfer in transfers:
-        transfer.wait()
+class _Window:
+    """Rounds of messages under way, of bounded size in all."""
+
+    def __init__(self, most_elements: int) -> None:
+        self._most, self._elements = most_elements, 0
+        self._rounds = deque[tuple[Sequence[Pending], int]]()
+
+    def make_room(self, num_elements: int) -> None:
+        """Wait for the oldest rounds until one of this size fits."""
+        while self._rounds and (self._elements + num_elements > self._most or len(self._rounds) == _MOST_IN_FLIGHT):
+            self._wait()
+
+    def add(self, posted: Sequence[Pending], num_elements: int) -> None:
+        self._rounds.append((posted, num_elements))
+        self._elements += num_elements
+
+    def close(self) -> None:
+        while self._rounds:
+            self._wait()
+
+    def _wait(self) -> None:
+        posted, num_elements = self._rounds.popleft()
+        self._elements -= num_elements
+        for transfer in posted:
+            transfer.wait()

@@ -38,7 +38,7 @@ RANKS = 2
 Sample = dict[str, float]
 
 
-def touch_memory(num_bytes: int = 5 << 29) -> None:
+def touch_memory(num_bytes: int = 4 << 30) -> None:
     """Have the system give us free memory once, and take it back.
 
     On a virtual machine, the host may have reclaimed what was free for two seconds or more (free page reporting): then

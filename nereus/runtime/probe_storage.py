@@ -118,8 +118,7 @@ class _Turns:
 
     def speeds(self, limit_s: float) -> StorageSpeeds:
         """Return what is known; what isn't took `limit_s`."""
-        # The first turn warms up, where there are more.
-        seconds = {part: statistics.fmean(found[1:] or found) for part, found in self._seconds.copy().items()}
+        seconds = {part: statistics.median(found) for part, found in self._seconds.copy().items() if found}
         num_bytes = sum(tensor.nbytes for shard in self._shards for tensor in shard)
 
         def link(part: str) -> Link:
@@ -129,7 +128,7 @@ class _Turns:
 
         shorter_s, longer_s = sorted(seconds.get(part, limit_s) for part in ("write", "read"))
         longer_by = (seconds.get("both", shorter_s + longer_s) - longer_s) / max(shorter_s, 1e-9)
-        cpu_s = statistics.fmean(self._cpu_seconds[1:] or self._cpu_seconds or [limit_s])
+        cpu_s = statistics.median(self._cpu_seconds or [limit_s])
         return StorageSpeeds(
             link("write"),
             link("read"),

@@ -179,20 +179,18 @@ class _Bench:
                 _wait(posted)
             return received
 
-        large_s = self._mean_s(lambda: exchange(self.tensors), trim=True)
-        small_s = self._mean_s(lambda: exchange(self._small[:1]))
+        large_s = self._median_s(lambda: exchange(self.tensors), trim=True)
+        small_s = self._median_s(lambda: exchange(self._small[:1]))
         self._communicator.trim()
         return _link_of(self._num_bytes, large_s, small_s, num_messages=len(self.tensors))
 
     def _link(self, work: Callable[[list[Tensor]], object]) -> Link:
-        large_s = self._mean_s(lambda: work(self.tensors), trim=True)
-        small_s = self._mean_s(lambda: work(self._small)) / len(self._small)
+        large_s = self._median_s(lambda: work(self.tensors), trim=True)
+        small_s = self._median_s(lambda: work(self._small)) / len(self._small)
         return _link_of(self._num_bytes, large_s, small_s, num_messages=len(self.tensors))
 
-    def _mean_s(self, call: Callable[[], object], *, trim: bool = False) -> float:
-        """Return the mean seconds of some calls, after one to warm up; of that one where it took long on any rank.
-
-        The mean, since a transition is long enough to meet all that disturbs one of them.
+    def _median_s(self, call: Callable[[], object], *, trim: bool = False) -> float:
+        """Return the median seconds of some calls, after one to warm up; of that one where it took long on any rank.
 
         Args:
             trim: each call finds only new memory.
@@ -201,7 +199,7 @@ class _Bench:
         self._communicator.all_reduce(first, "max")
         if float(first) > _ENOUGH_S:
             return float(first)
-        return statistics.fmean(self._time_s(call, trim=trim) for _ in range(_REPEATS))
+        return statistics.median(self._time_s(call, trim=trim) for _ in range(_REPEATS))
 
     def _time_s(self, call: Callable[[], object], *, trim: bool) -> float:
         if trim:

@@ -113,8 +113,12 @@ class _Turns:
     def _time(self, part: str, call: Callable[[], T]) -> T:
         begun = time.perf_counter()
         result = call()
-        self._seconds.setdefault(part, []).append(time.perf_counter() - begun)
+        self.take(part, time.perf_counter() - begun)
         return result
+
+    def take(self, part: str, seconds: float) -> None:
+        """Take note of what a part of a turn took."""
+        self._seconds.setdefault(part, []).append(seconds)
 
     def speeds(self, limit_s: float) -> StorageSpeeds:
         """Return what is known; what isn't took `limit_s`."""

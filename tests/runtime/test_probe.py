@@ -13,7 +13,7 @@ import torch
 from nereus.cluster import Link
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.probe import measure_machine, measure_speeds
-from nereus.runtime.probe_storage import probe_storage
+from nereus.runtime.probe_storage import _Turns, probe_storage
 from nereus.transition.speeds import Speeds
 from storage.shard_record import ShardRecord
 from storage.shard_writer import ShardWriter
@@ -36,7 +36,8 @@ def assert_usable(speeds: Speeds) -> None:
             assert 0 < value.bandwidth_bytes_s < 1e15 and 0 <= value.latency_s < 10, field.name
         elif isinstance(value, float):
             assert 0 <= value < 1e15, field.name
-    assert speeds.copy_bytes_s > 0 and speeds.verify_bytes_s > 0
+    assert speeds.copy_bytes_s > 0 and speeds.verify_bytes_s > 0 and speeds.read_device_bytes_s > 0
+    assert speeds.storage_shared <= 1
 
 
 def test_speeds_of_two_workers_and_of_one(tmp_path: Path) -> None:
@@ -101,6 +102,14 @@ def test_slow_storage_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert speeds.write.seconds(2**20) >= 0.1  # two shards at the same time
     assert speeds.read.seconds(2**20) < speeds.write.seconds(2**20)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("both_s", "shared"), [(0.9, 0.0), (1.0, 0.0), (1.25, 0.5), (1.5, 1.0), (2.0, 1.0)])
+def test_what_writing_and_reading_share(tmp_path: Path, both_s: float, shared: float) -> None:
+    turns = _Turns(os.fspath(tmp_path), TENSORS)
+    for part, seconds in (("write", 1.0), ("read", 0.5), ("both", both_s)):
+        turns.take(part, seconds)
+    assert turns.speeds(10.0).shared == pytest.approx(shared)
 
 
 @pytest.mark.parametrize("hanging", [ShardWriter, StateReader])

@@ -122,13 +122,16 @@ class SerialOrder:
         return True
 
     def _place_after_releases(self, stage: StageState, index: int) -> bool:
-        """Free other units, work in place, or free the model-stage's own old units there: the first that makes room."""
+        """Make room, whichever does first: free units of no further use, work in place, free any, or own ones there."""
         if index not in stage.pending:
             return True
-        if self._release_for(stage, [index], self._drafting.beside(stage, index), []):
+        beside = self._drafting.beside(stage, index)
+        if self._release_for(stage, [index], beside, [], any_units=False):
             return True
         near = [number for number in stage.change.transfers[index].overlaps if number in stage.alive]
         if near and not stage.is_staged and self._place_in_place(stage, index):
+            return True
+        if self._release_for(stage, [index], beside, []):
             return True
         own = {(stage.name, number) for number in near}
         if not all(stage.outlives(number, own) for number in near):
@@ -145,11 +148,14 @@ class SerialOrder:
             return False
         return self._release_for(stage, indexes, (self._drafting.in_place(stage, indexes, numbers), None), [])
 
-    def _release_for(self, stage: StageState, indexes: list[int], found: Found | None, own: list[int]) -> bool:
+    def _release_for(
+        self, stage: StageState, indexes: list[int], found: Found | None, own: list[int], *, any_units: bool = True
+    ) -> bool:
         """Free what a draft lacks, then place it. Returns whether that was possible; if not, nothing has changed.
 
         Args:
             own: old units of the model-stage that are freed in any case.
+            any_units: free also what is still of use: units on whose devices others of their model-stage are to come.
         """
         if found is None:
             return False
@@ -167,7 +173,7 @@ class SerialOrder:
         for device, (peak, _) in draft.memory.items():
             while peak > self._free[device] + gained.get(device, 0):
                 lack = peak - self._free[device] - gained.get(device, 0)
-                best = self._best_release(device, lack, protected, chosen)
+                best = self._best_release(device, lack, protected, chosen, any_units=any_units)
                 if best is None:
                     return False
                 chosen[best[0].name, best[1]] = best
@@ -183,6 +189,8 @@ class SerialOrder:
         lack: int,
         protected: Collection[int],
         chosen: Mapping[tuple[str, int], tuple[StageState, int]],
+        *,
+        any_units: bool,
     ) -> tuple[StageState, int] | None:
         """Return the old unit whose end helps a device best: of no further use, else enough, else small."""
         candidates = []
@@ -193,6 +201,8 @@ class SerialOrder:
             num_bytes = stage.bytes_at(device)
             if num_bytes and stage.outlives(number, chosen):
                 is_useful = any(user in stage.pending for user in stage.users.get(number, ()))
+                if is_useful and not any_units:
+                    continue
                 size = num_bytes if num_bytes >= lack else -num_bytes
                 candidates.append(((is_useful, num_bytes < lack, size, order), (stage, number)))
         return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None

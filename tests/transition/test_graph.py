@@ -260,6 +260,18 @@ def test_a_full_device_is_converted_in_place():
     ]
 
 
+def test_what_is_still_to_be_read_gives_way_last():
+    """Three blocks, each a little different, with room for conversions in place: no block reads another's copy."""
+    current, target = (Plan.of(dict.fromkeys(MODEL_STAGES, placed)) for placed in (stage(3, 2, 1), stage(3, 1, 2)))
+    room = memory_for(current, target, 100_000).usable_bytes
+    memory = memory_of({device: count + device for device, count in room.items()})
+    graph = plan_transition(current, target, memory, transport="direct")
+    graph.validate()
+    made = [p for p in graph.primitives if p.makes]
+    assert any(p.in_place for p in made)
+    assert all(set(unit.devices) == set(p.makes[0].devices) for p in made for unit in p.reads)
+
+
 def test_generation_is_filled_from_training_where_that_lies_closer():
     """Generation moves onto the devices of training, where all of its weights are already."""
     current = Plan.of({"actor.generation": stage(1, 1, 1), TRAINING: stage(1, 1, 1, [1])})

@@ -62,7 +62,7 @@ chaos: setup  ## runs and changes of the plan that are killed at 60 moments each
 	NEREUS_CHAOS=60 $(BIN)/python -m pytest -m long -rs tests/chaos
 
 coordination: setup  ## 300 transitions of each kind on nearly full devices, with real workers (10 minutes)
-	NEREUS_TRIALS=300 $(BIN)/python -m pytest -rP tests/runtime/test_coordination.py
+	NEREUS_TRIALS=300 $(BIN)/python -m pytest -m long -rP tests/runtime/test_coordination.py
 
 showcase: setup  ## every shipped scenario under every policy; renews the tables of nereus/simulator/README.md (8 minutes)
 	$(BIN)/python -m nereus.simulator.showcase

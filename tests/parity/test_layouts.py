@@ -101,7 +101,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [long_unless(name == "qwen3-tied", name, id=name) for name in FAMILIES])
 def test_families_whose_ranks_share_gradients(workers: Engine, tmp_path: Path, family: str) -> None:
     tree = {**TREE, "model": {"tiny": {**ODD_TINY, **FAMILIES[family]}}, "steps": 2}
     base = run_job(workers, tmp_path, tree, uniform_plan(STAGES, 1, 1, 1))
@@ -138,7 +138,9 @@ def test_mixed_plans(workers: Engine, tmp_path: Path, base: dict[str, Run], rewa
     assert_same(run_job(workers, tmp_path, tree, draw_plan(stages, seed)), base[reward])
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision", [long_unless(name == "float32", name, id=name) for name in ("float32", "bfloat16")]
+)
 @pytest.mark.parametrize(
     "layout",
     [long_unless(d == (1, 2, 2), d, id="x".join(map(str, d))) for d in [(1, 1, 1), (2, 1, 1), (1, 2, 2)]],
@@ -161,7 +163,8 @@ def assert_bitwise_equal(first: Run, second: Run) -> None:
         }
 
 
-@pytest.mark.parametrize(("devices", "threads"), [(2, 1), long_unless(False, 1, 2, id="1-2")])
+@pytest.mark.long
+@pytest.mark.parametrize(("devices", "threads"), [(2, 1), (1, 2)])
 def test_fresh_workers_repeat_a_run_bit_by_bit(tmp_path: Path, devices: int, threads: int) -> None:
     """No process, allocator state or split of work over threads may show; matrices are large enough for two threads."""
     tree = {

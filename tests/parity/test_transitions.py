@@ -131,7 +131,7 @@ def assert_all_moved(run_dir: str, plan: list[list[Any]]) -> list[dict[str, Any]
     return lines
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parametrize("transport", ["direct", pytest.param("staged", marks=pytest.mark.long)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_changes_of_the_plan_change_nothing_else(tmp_path: Path, fixed: Trained, seed: int, transport: str) -> None:
     run_dir = os.fspath(tmp_path / "run")
@@ -145,7 +145,8 @@ def test_changes_of_the_plan_change_nothing_else(tmp_path: Path, fixed: Trained,
     assert not [name for name in os.listdir(tmp_path / "run" / "state") if name.startswith("transition")]
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [3, 4])
 def test_cheaper_transport_of_each_transfer(
     tmp_path: Path, fixed: Trained, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -161,6 +162,7 @@ def test_cheaper_transport_of_each_transfer(
     assert used >= {"direct", "staged"}
 
 
+@pytest.mark.long
 @pytest.mark.s3
 def test_through_an_object_store(fixed: Trained, s3_url: str) -> None:
     run_dir = f"{s3_url}/run"

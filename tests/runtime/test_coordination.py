@@ -24,7 +24,7 @@ TRIALS = int(os.environ.get("NEREUS_TRIALS", "30"))
 BASELINE_TRIALS = int(os.environ.get("NEREUS_TRIALS", "10"))
 LIMIT_S = 60.0
 
-pytestmark = pytest.mark.timeout(90 + 3 * TRIALS)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(90 + 3 * TRIALS)]
 
 
 @pytest.fixture(scope="module")

@@ -566,7 +566,14 @@ DRIVER = """
 """
 
 
-@pytest.mark.parametrize(("way", "number"), [("stop", signal.SIGKILL), ("run", signal.SIGTERM), ("run", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [
+        ("run", signal.SIGTERM),
+        pytest.param("stop", signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param("run", signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_whatever_ends_the_driver_nothing_is_left(way: str, number: signal.Signals) -> None:
     before = set(os.listdir("/dev/shm"))
     driver = subprocess.Popen(

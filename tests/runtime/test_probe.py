@@ -50,7 +50,9 @@ def test_speeds_of_two_workers_and_of_one(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "precision", ["float32", *(pytest.param(each, marks=pytest.mark.long) for each in ("bfloat16", "float64"))]
+)
 def test_the_machine_at_hand_as_a_kind_of_node(tmp_path: Path, precision: str) -> None:
     with LocalEngine("nereus.runtime.rank:Rank") as engine:
         engine.start([0, 1])

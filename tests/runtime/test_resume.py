@@ -109,7 +109,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("model", "before", "after"), PAIRS, ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x))
+    ("model", "before", "after"),
+    [PAIRS[0], *(pytest.param(*each, marks=pytest.mark.long) for each in PAIRS[1:])],
+    ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x)),
 )
 def test_on_another_layout_it_ends_with_the_same_model(
     tmp_path: Path, engine: LocalEngine, undisturbed: dict[str, Run], model: str, before: Any, after: Any
@@ -123,7 +125,7 @@ def test_on_another_layout_it_ends_with_the_same_model(
     assert_same(run, undisturbed[model])
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_on_the_same_plan_it_ends_with_the_same_bits(tmp_path: Path, engine: LocalEngine, precision: str) -> None:
     tree = {"precision": precision, "plan": uniform_plan(STAGES, 2, 2, 1), "steps": 3}
     with open_session(tmp_path / "base", engine, **tree) as session:
@@ -191,7 +193,11 @@ def remove_the_set(run_dir: Path) -> None:
 DAMAGES = [damage_manifest, damage_one_byte_of_a_tensor, remove_a_shard, cut_a_shard, remove_the_set]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [DAMAGES[0], *(pytest.param(each, marks=pytest.mark.long) for each in DAMAGES[1:])],
+    ids=lambda damage: damage.__name__,
+)
 def test_a_damaged_commit_is_named_and_the_one_before_is_used(
     tmp_path: Path, engine: LocalEngine, undisturbed: dict[str, Run], caplog: pytest.LogCaptureFixture, damage: Any
 ) -> None:

@@ -54,7 +54,7 @@ def train(session: Session, role: str) -> dict[str, Any]:
     return session.train_actor(0) if role == "actor" else session.train_critic(0)
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.long)])
 def test_an_update_that_is_not_finite_is_skipped_everywhere(tmp_path: Path, engine: Engine, role: str) -> None:
     """Two spoiled minibatches of two: nothing moves; then five, of which the third alone is sound: it is applied."""
     name = f"{role}.training"

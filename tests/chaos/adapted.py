@@ -124,7 +124,7 @@ class AdaptedRun(ChaosRun):
 
     def _draw(self, rng: random.Random, world: World, *, kills: bool, calm: bool) -> list[Disturbance]:
         steps = range(min(next_step(self.commits()), STEPS - 1), STEPS)
-        kinds = [] if calm else rng.choices(KINDS[:-1], k=rng.randint(2, 4))
+        kinds = [] if calm else rng.choices(KINDS[:-1], (3, 3, 2, 2, 2), k=rng.randint(3, 5))
         if kills and not calm:
             kinds.append("driver")
         return [draw(rng, kind, steps, DEVICES, world.least) for kind in kinds]

@@ -16,10 +16,11 @@ from tests.chaos.scenarios import SCENARIOS
 pytestmark = pytest.mark.long
 
 NUM_KILLS = int(os.environ.get("NEREUS_CHAOS", "0"))
-# There and back, and there again: what moves, and what a staged set of its own is written for.
+# There and back, and there again: what moves, and what a staged set of its own is written for. A run that is resumed
+# from the commit right before a change begins on the new plan: it takes as many changes as there are kills.
 MOVE, OWN_SET = SCENARIOS["move"], SCENARIOS["own set"]
 SCHEDULES = {
-    "direct": [[0, MOVE.before], [1, MOVE.after], [3, MOVE.before], [5, MOVE.after]],
+    "direct": [[step, MOVE.after if step % 2 else MOVE.before] for step in range(6)],
     "staged": [[0, OWN_SET.before], [1, OWN_SET.after], [3, OWN_SET.before], [5, OWN_SET.after]],
 }
 EVERY = {"direct": 1, "staged": 4}

@@ -117,10 +117,10 @@ _SHORT = {"actor.generation": "gen", "actor.training": "actor", "critic.training
 
 
 def short_plan(plan: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return where each model-stage runs, such as `gen 01 actor 0 critic 1 ref 01`; other layouts by tp and pp."""
+    """Return where each model-stage runs, such as `gen 01 actor 01:tp2 critic 1 ref 01`."""
     words = []
     for name, stage in plan.items():
-        layout = "" if stage["tp"] == stage["pp"] == 1 else f"(tp{stage['tp']} pp{stage['pp']})"
+        layout = "".join(f":{axis}{stage[axis]}" for axis in ("tp", "pp") if stage[axis] > 1)
         words.append(f"{_SHORT.get(name, 'ref')} {''.join(map(str, stage['devices']))}{layout}")
     return " ".join(words)
 

@@ -112,8 +112,8 @@ def _place(
     if unmoved and (weight[old_rank, rank] == weight.max(axis=1)[old_rank]).all():
         return
     # Places by node in the order of the list; devices by node, then by current replica, then by id.
-    node = np.array([node_of(device) for device in free])
-    by_place = np.lexsort(np.array([places, [node_of(placed[at]) for at in places]]))
+    node = np.array(list(map(node_of, free)))
+    by_place = np.lexsort(np.array([places, [*map(node_of, [placed[at] for at in places])]]))
     replica = np.where(old >= 0, old // current.layout.size, current.dp)
     by_device = np.lexsort((np.array(free), replica, node))
     taken = np.empty_like(by_device)

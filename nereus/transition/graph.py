@@ -113,7 +113,7 @@ class _Build:
         self._sides = sides_of(current, target)
         frozen = {name for name in target if stage_of(name) == "inference"}
         self._recoverable = frozenset(target) if staged_set == "committed" else frozenset(frozen)
-        devices = sorted({*current.devices}.difference(lost) | {*target.devices})
+        devices = sorted({*current.devices}.difference(lost).union(target.devices))
         held = {**resident_bytes(current, memory, [*devices, *lost]), **dict.fromkeys(lost, 0)}
         self._free = {device: memory.usable_bytes[device] - held[device] for device in devices}
         self._twins = find_twins(self._sides, self._free, node_of, lost)

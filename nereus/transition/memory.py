@@ -62,8 +62,9 @@ class TransitionMemory:
 
     def takes(self, plan: Plan) -> bool:
         """Return whether a plan's units can be read from storage one after the other, and its steps fit."""
-        need = resident_bytes(plan, self, plan.devices)
-        buffers = dict.fromkeys(plan.devices, 0)
+        devices = plan.devices
+        need = resident_bytes(plan, self, devices)
+        buffers = dict.fromkeys(devices, 0)
         for name, stage in plan.items():
             reads = np.minimum(self.restore_buffer_bytes, self.wanted(name, stage.layout)).tolist()
             for device, count in zip(stage.devices, itertools.cycle(reads)):

@@ -56,7 +56,7 @@ def find_twins(
     flat = np.concatenate([slot.ravel() for slot in slots])
     ordered, place = _places(flat, part)
     devices, label = ids[ordered].tolist(), part[ordered]
-    first_of_node = _firsts(label, np.array([node_of(device) for device in devices]))
+    first_of_node = _firsts(label, np.array(list(map(node_of, devices))))
     free = [free_bytes.get(device, -1) for device in devices]
     there = _pieces(np.stack([free, is_lost[ordered], place[ordered[first_of_node]]], axis=1), label)
     by_part = np.argsort(part[flat], kind="stable")

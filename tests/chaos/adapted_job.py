@@ -2,7 +2,8 @@
 
 It drives a session as the flow does, without the orchestrator. The product knows nothing of disturbances: this process
 marks the points of the driver, and its workers are ranks that can be told to use up their memory. Ends with exit code
-1 and one sentence when the run fails, and with NO_DEVICES when there is nothing it could go on with.
+1 and one sentence when the run fails, with NO_DEVICES when there is nothing it could go on with, and with AT_THE_END
+when all steps are done and a worker fails then: steps are done again, the end of a run isn't, so it has to be resumed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from tests.chaos.disturbances import MOVE_POINTS, STEP_POINTS, Disturbance, Dist
 from tests.chaos.doom import wrap
 from tests.chaos.job import TRANSITION_CALLS, read_live
 
-NO_DEVICES = 3
+NO_DEVICES, AT_THE_END = 3, 4
 MOVE_CALLS = (*TRANSITION_CALLS, (Transition, "_undo"), (Session, "_go_back"))
+
+
+class EndFailed(RuntimeError):
+    """All steps are done, and what is left to do failed."""
 
 
 def main(spec_path: str) -> int:
@@ -45,6 +50,9 @@ def main(spec_path: str) -> int:
     except NoDevices as error:
         print(f"no devices: {error}", file=sys.stderr)
         return NO_DEVICES
+    except EndFailed as error:
+        print(f"failed at the end: {error}", file=sys.stderr)
+        return AT_THE_END
     except (RuntimeError, ValueError, FencedOff) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
@@ -60,9 +68,12 @@ def run(config: RunConfig, disturber: Disturber, *, resume_from: str | None, sta
         except NoDevices:
             session.settle()
             raise
-        disturber.session = None
-        np.savez(state_path, **read_live(session))
-        session.finish()
+        disturber.is_over = True
+        try:
+            np.savez(state_path, **read_live(session))
+            session.finish()
+        except CommandError as error:
+            raise EndFailed(str(error)) from error
 
 
 def drive(session: Session, pool: ThreadPoolExecutor) -> None:

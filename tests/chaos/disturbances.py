@@ -99,6 +99,7 @@ class Disturber:
 
     def __init__(self, todo: Sequence[Disturbance], report: str) -> None:
         self.session: Session | None = None  # nothing happens before there is one
+        self.is_over = False  # nor when all steps are done
         self._todo, self._report = list(todo), report
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # primitives run on threads
@@ -127,26 +128,28 @@ class Disturber:
 
     def _act(self, one: Disturbance) -> None:
         assert self.session is not None
-        if (device := self._device_of(one)) is None and one.kind not in ("return", "driver"):
+        if self.is_over:
             return
-        pid = self.session.worker_pids().get(device) if device is not None else None
+        run_dir, device = self.session.run_dir, self._device_of(one)
+        pid = os.getpid() if one.kind == "driver" else self.session.worker_pids().get(-1 if device is None else device)
+        if (device if one.kind == "drain" else pid) is None and one.kind != "return":
+            return
         self.tell({**asdict(one), "device": device, "text": str(one)})
         if one.kind == "drain":
             assert device is not None
             with suppress(ValueError):  # it is drained already
-                deadline = None if one.deadline_s is None else time.time() + one.deadline_s
-                tell_drain(self.session.run_dir, device, deadline)
+                tell_drain(run_dir, device, None if one.deadline_s is None else time.time() + one.deadline_s)
         elif one.kind == "return":
-            tell_scale(self.session.run_dir, one.num_devices)
+            tell_scale(run_dir, one.num_devices)
         elif one.kind == "memory":
             assert device is not None and pid is not None
             self._hogged.add(pid)
             with suppress(Exception):  # it died meanwhile
                 self.session._engine.submit(device, "hog").result(_HOG_LIMIT_S)
         else:
-            sent = signal.SIGTERM if one.kind == "notice" else signal.SIGKILL
+            assert pid is not None
             with suppress(ProcessLookupError):
-                os.kill(os.getpid() if one.kind == "driver" else pid or 0, sent)
+                os.kill(pid, signal.SIGTERM if one.kind == "notice" else signal.SIGKILL)
 
     def _device_of(self, one: Disturbance) -> int | None:
         """Return whom it happens to: of a drain a device that there is, else one with a worker; None: nobody."""
@@ -161,8 +164,8 @@ class Disturber:
 
     def note_failure(self, device: int | None, text: str) -> None:
         """Take note of a command that ran out of memory."""
-        assert self.session is not None
-        forced = device is not None and self.session.worker_pids().get(device) in self._hogged
+        pids = {} if self.session is None else self.session.worker_pids()
+        forced = device is not None and pids.get(device) in self._hogged
         self.tell({"out_of_memory": text, "forced": forced})
 
     def tell(self, line: dict[str, Any]) -> None:

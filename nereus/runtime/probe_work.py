@@ -5,10 +5,11 @@ Nothing is warm here that isn't in a transition: copies go to new memory, as int
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,16 +138,12 @@ class _Bench:
         )
 
     def verify(self) -> Link:
-        """Return the rate of checksums, by pieces; a third of the bytes are cut along columns, as in a decoder."""
-        half, buffer = _SHAPE[1] // 2, hash_buffer()
+        """Return the rate of checksums, by pieces."""
+        buffer = hash_buffer()
 
         def sum_up(tensors: list[Tensor]) -> int:
-            total = 0
-            for index, tensor in enumerate(tensors):
-                is_cut = tensor.shape == _SHAPE and index % 3 == 2
-                for part in [tensor[:, :half], tensor[:, half:]] if is_cut else [tensor]:
-                    total += hash_piece(part, piece_seed("tensor", index), buffer)
-            return total
+            seeds = (piece_seed("tensor", index) for index in itertools.count())
+            return sum(hash_piece(part, seed, buffer) for part, seed in zip(_parts(tensors), seeds, strict=False))
 
         return self._link(sum_up)
 
@@ -169,10 +166,10 @@ class _Bench:
         def exchange(tensors: list[Tensor], times: int = 1) -> None:
             in_flight: deque[list[Pending]] = deque()
             for _ in range(times):
-                received = self._new(tensors) if source >= 0 else []
-                for index, tensor in enumerate(tensors):
+                received = _parts(self._new(tensors)) if source >= 0 else []
+                for index, part in enumerate(_parts(tensors)):
                     posted = [self._communicator.recv_parts([received[index]], dtype, source)] if source >= 0 else []
-                    posted += [self._communicator.send_parts([tensor], dtype, target)] if target >= 0 else []
+                    posted += [self._communicator.send_parts([part], dtype, target)] if target >= 0 else []
                     in_flight.append(posted)
                     if len(in_flight) == most_in_flight:
                         _wait(in_flight.popleft())
@@ -184,7 +181,7 @@ class _Bench:
             large_s = self._time_s(lambda: exchange(self.tensors, _REPEATS), trim=True) / _REPEATS
         small_s = self._median_s(lambda: exchange(self._small[:1]))
         self._communicator.trim()
-        return _link_of(self._num_bytes, large_s, small_s, num_messages=len(self.tensors))
+        return _link_of(self._num_bytes, large_s, small_s, num_messages=len(_parts(self.tensors)))
 
     def _link(self, work: Callable[[list[Tensor]], object]) -> Link:
         large_s = self._median_s(lambda: work(self.tensors), trim=True)
@@ -223,6 +220,15 @@ class _Bench:
     def _synchronize(self) -> None:
         if self._torch_device.type == "cuda":
             torch.cuda.synchronize(self._torch_device)
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what moves and is summed up: of the large tensors every third is cut along columns, as in a decoder."""
+    half, parts = _SHAPE[1] // 2, list[Tensor]()
+    for index, tensor in enumerate(tensors):
+        is_cut = tensor.shape == _SHAPE and index % 3 == 2
+        parts += [tensor[:, :half], tensor[:, half:]] if is_cut else [tensor]
+    return parts
 
 
 def _wait(transfers: Iterable[Pending]) -> None:

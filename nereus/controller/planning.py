@@ -57,7 +57,9 @@ class CostPlanning:
         setting = self._setting(boundary, efficiencies)
         fitter = Fitter(setting)
         fitted = [fitter.fit(places_of(plan, setting)) for plan in plans]
-        return [None if one is None else Candidate(one.plan(setting), one.total_s) for one in fitted]
+        return [
+            None if one is None else Candidate(one.plan(setting), one.work_s + efficiencies.step_s) for one in fitted
+        ]
 
     def price(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan, target: Plan) -> TransitionPrice:
         """Return what the move from one plan to another costs."""

@@ -27,7 +27,7 @@ class Candidate:
 
     @classmethod
     def of(cls, fitted: Fitted, setting: Setting) -> Candidate:
-        return cls(fitted.plan(setting), fitted.total_s, setting)
+        return cls(fitted.plan(setting), fitted.work_s + setting.efficiencies.step_s, setting)
 
     @cached_property
     def cost(self) -> StepCost:

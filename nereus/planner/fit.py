@@ -44,11 +44,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Places with the choices that make the step fastest, and the seconds of the step."""
+    """Places with the choices that make the step fastest, and its seconds.
+
+    `work_s` leaves out those in which no device works (`Efficiencies.step_s`): they are the same for all plans, and the
+    bounds of the search leave them out too.
+    """
 
     places: Mapping[str, Place]
     choices: Mapping[str, Choice]
-    total_s: float
+    work_s: float
 
     def plan(self, setting: Setting) -> Plan:
         """Return the plan with device ids."""
@@ -259,7 +263,7 @@ class Fitter:
                 makespan_s([pick.seconds.get(phase) for pick in picks], waits_for)
                 for phase in ("generation", "inference", "training")
             )
-            total = max(generation + inference, staging_s) + training + sync_s + self.setting.efficiencies.step_s
+            total = max(generation + inference, staging_s) + training + sync_s
             if best is None or total < best[0]:
                 best = (total, picks)
         assert best is not None

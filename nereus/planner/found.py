@@ -27,16 +27,16 @@ class Found:
     @property
     def limit_s(self) -> float:
         """What a plan must be faster than to be looked for."""
-        return self.plans[-1].total_s * (1.0 - self.slack) if len(self.plans) == self.count else np.inf
+        return self.plans[-1].work_s * (1.0 - self.slack) if len(self.plans) == self.count else np.inf
 
     def add(self, fitted: Fitted) -> None:
         if self.by_layouts:
             like = [plan for plan in self.plans if _layouts_of(plan) == _layouts_of(fitted)]
-            if like and like[0].total_s <= fitted.total_s:
+            if like and like[0].work_s <= fitted.work_s:
                 return
             self.plans = [plan for plan in self.plans if plan not in like]
         self.plans.append(fitted)
-        self.plans.sort(key=lambda each: each.total_s)
+        self.plans.sort(key=lambda each: each.work_s)
         del self.plans[self.count :]
 
 

@@ -68,8 +68,8 @@ def _candidates(
     found: list[tuple[Fitted, Setting]] = []
     for some in without_slow_devices(setting):
         found += [(fitted, some) for fitted in find_plans(some, layouts, count, by_layouts=by_layouts)]
-    found.sort(key=lambda item: item[0].total_s)
-    return [Candidate(fitted.plan(some), fitted.total_s, setting) for fitted, some in found[:count]]
+    found.sort(key=lambda item: item[0].work_s)
+    return [replace(Candidate.of(fitted, some), setting=setting) for fitted, some in found[:count]]
 
 
 def without_slow_devices(setting: Setting) -> list[Setting]:

@@ -165,7 +165,7 @@ class _Search:
         best: Fitted | None = None
         refused = Refused(space.inference)
         for index in candidates[np.argsort(bounds[candidates], kind="stable")].tolist():
-            if bounds[index] >= (self.found.limit_s if best is None else min(best.total_s, self.found.limit_s)):
+            if bounds[index] >= (self.found.limit_s if best is None else min(best.work_s, self.found.limit_s)):
                 break
             if refused.covers(index):
                 continue
@@ -175,9 +175,9 @@ class _Search:
                 if refused.is_empty and space.fitter.fit(places, sync_s) is None:
                     return
                 refused.add(index)
-            elif best is None or fitted.total_s < best.total_s:
+            elif best is None or fitted.work_s < best.work_s:
                 best = fitted
-        if best is not None and best.total_s < self.found.limit_s:
+        if best is not None and best.work_s < self.found.limit_s:
             self.found.add(best)
 
     def _pair_bounds(self, x: Ints, g: Ints) -> Floats:

@@ -47,10 +47,10 @@ def count_plans_above_their_bounds(seed: int) -> int:
             if fitted is None:
                 continue
             below += 1
-            limit = fitted.total_s * (1 + 1e-9)
+            limit = fitted.work_s * (1 + 1e-9)
             assert at_first[x] <= limit and rough + sync_s <= limit and fine + sync_s <= limit
             assert by_pair[pair] <= limit
-            assert space.fitter.fit(fitted.places, sync_s).total_s == pytest.approx(fitted.total_s)
+            assert space.fitter.fit(fitted.places, sync_s).work_s == pytest.approx(fitted.work_s)
     return below
 
 

@@ -31,13 +31,6 @@ ADAPT_CPU: dict[str, Any] = {"memory_per_device": "200MiB"}
 ADAPT_4: dict[str, Any] = {"memory_per_device": "256MiB"}
 # All the changes of devices in half the steps.
 FEW_STEPS, FAST_DRIFT = 8, [[0, 4], [2, 2], [4, 3], [6, 4]]
-# Where adapt-4 begins here: nothing that it could stay with, neither in replicas nor in layouts.
-FIRST_PLAN = {
-    "actor.generation": {"dp": 1, "tp": 4, "pp": 1},
-    "actor.training": {"dp": 2, "tp": 1, "pp": 2},
-    "critic.training": {"dp": 2, "tp": 1, "pp": 2},
-    "reference.inference": {"dp": 1, "tp": 2, "pp": 2},
-}
 
 
 def make_engine(config: RunConfig) -> Engine:
@@ -116,7 +109,7 @@ def test_adapt_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Calibration, "observe", lambda *_: None)
     monkeypatch.setattr(Calibration, "observe_rest", lambda *_: None)
     adapt = {"enabled": True, "policy": "any_gain"}
-    changes = {"steps": FEW_STEPS, "drift": {"devices": FAST_DRIFT}, "plan": FIRST_PLAN, "adapt": adapt}
+    changes = {"steps": FEW_STEPS, "drift": {"devices": FAST_DRIFT}, "adapt": adapt}
     run, fixed = adapted_and_fixed("adapt-4", tmp_path, ADAPT_4, **changes)
     assert_same(run, fixed)
     assert [metrics["devices_present"] for metrics in run.metrics[::2]] == [

@@ -15,6 +15,8 @@ _BASE_DEVIATION_S = 0.3
 _FACTOR_DEVIATION = 0.5
 # Scatter of measured moves, relative.
 _NOISE = 0.25
+# Moves that are remembered.
+_KEPT_MOVES = 64
 
 
 class MovePrices:
@@ -26,11 +28,11 @@ class MovePrices:
 
     def __init__(self, measured: Sequence[Sequence[float]] = ()) -> None:
         """Args: measured: (price as predicted, seconds it took) of every move."""
-        self._measured = [(float(price_s), float(seconds)) for price_s, seconds in measured]
+        self._measured = [(float(price_s), float(seconds)) for price_s, seconds in measured][-_KEPT_MOVES:]
 
     def observe(self, price_s: float, seconds: float) -> None:
         """Take in what a move took whose uncorrected price was `price_s`."""
-        self._measured.append((price_s, seconds))
+        self._measured = [*self._measured, (price_s, seconds)][-_KEPT_MOVES:]
 
     def correct(self, price: TransitionPrice) -> TransitionPrice:
         """Return the price of a move in the seconds that are to be expected."""

@@ -58,7 +58,7 @@ class AdaptiveSteps(ElasticSteps):
         self._devices: DevicesThere | None = None
         self._deadlines = Deadlines(run.run_dir.url, engine, lambda: self.plan.devices)
         self._decided: list[Decision] = []  # at the step that is about to begin
-        self._to_journal: list[dict[str, Any]] = []  # decisions since the last commit, as they turned out
+        self._to_journal: list[dict[str, Any]] = []  # decisions that no commit has told of, as they turned out
         self._alarms = Alarms(cap_tokens=self._frame.cap_tokens, precision=self.config.precision)
 
     @property
@@ -151,9 +151,11 @@ class AdaptiveSteps(ElasticSteps):
             control |= {**self._adaptation.to_record(), "initial": self._initial.to_record()}
         return {**state, "control": control}
 
-    def _take_notes(self) -> dict[str, Any]:
-        decisions, self._to_journal = self._to_journal, []
-        return {**super()._take_notes(), **({"decisions": decisions} if decisions else {})}
+    def _notes(self) -> dict[str, Any]:
+        newest = None if self._staging is None else self._staging.newest
+        if newest is not None:
+            self._to_journal = [record for record in self._to_journal if record["step"] > newest.step]
+        return {**super()._notes(), **({"decisions": list(self._to_journal)} if self._to_journal else {})}
 
     # At a boundary
 
@@ -173,6 +175,7 @@ class AdaptiveSteps(ElasticSteps):
         """
         if self._devices is None:
             return None
+        self._decided = [decision for decision in self._decided if decision.step == step]  # the run may have gone back
         supply = self._look(step)
         if self._adaptation is None:
             self._check_devices(supply)
@@ -214,7 +217,7 @@ class AdaptiveSteps(ElasticSteps):
         assert self._staging is not None
         self._staging.wait()
         newest = self._staging.newest
-        if step and (newest is None or newest.step != step - 1):
+        if step and self._has_state and (newest is None or newest.step != step - 1):
             self._begin_commit(step - 1)
             self._staging.wait()
 
@@ -248,9 +251,21 @@ class AdaptiveSteps(ElasticSteps):
             raise CommandError(
                 f"the move to the plan for step {step} failed {tries} times", label="transition", step=step
             )
-        if tries >= MOST_ATTEMPTS:  # what can't be moved is built again from the last commit
-            self._lost = frozenset(self.plan.devices)
+        if tries >= MOST_ATTEMPTS and not (self._is_torn or self._lost) and not self._is_urgent(step):
+            self._keep_plan(step)
+            return False
         return True
+
+    def _is_urgent(self, step: int) -> bool:
+        """Return whether the plan in force can't go on, by the last decision before a step."""
+        decisions = [decision for decision in self._decided if decision.step == step]
+        return not decisions or decisions[-1].verdict == "urgent"
+
+    def _keep_plan(self, step: int) -> None:
+        """Go on with the plan in force: a better one couldn't be reached."""
+        assert self._adaptation is not None
+        logger.warning("step %d: no move to a better plan has come to its end; the job stays on the one it has.", step)
+        self._adaptation.controller.plan = self.plan
 
     # The move
 
@@ -268,11 +283,19 @@ class AdaptiveSteps(ElasticSteps):
         return self._adaptation.load.memory_workload(self._adaptation.memory_tokens, accelerator=accelerator)
 
     def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
-        if set(self.plan.devices) <= self._lost:
-            failed = self._attempts[target].count(step) > MOST_ATTEMPTS
-            broken_off = "the step that was broken off had begun to change what is trained"
-            raise InfeasibleTransition("no move to this plan has come to its end" if failed else broken_off)
+        if not self._has_state:
+            raise InfeasibleTransition("the step that was broken off had begun to change what is trained")
+        if (
+            self._attempts[target].count(step) > MOST_ATTEMPTS
+        ):  # what can't be moved is built again from the last commit
+            self._lost = frozenset(self.plan.devices)
+            raise InfeasibleTransition("no move to this plan has come to its end")
         return super()._plan_move(step, target)
+
+    @property
+    def _has_state(self) -> bool:
+        """Whether workers hold the state of the boundary, or may: some of it is on a device that wasn't lost."""
+        return not (self._is_given_up or set(self.plan.devices) <= self._lost)
 
     def run_transition(self, submit: Any = None) -> dict[str, Any]:
         """Carry the begun transition out, or back; return its line of transitions.jsonl."""
@@ -331,7 +354,9 @@ class AdaptiveSteps(ElasticSteps):
         metrics["predicted_s"] = {"current": current, "initial": initial}
         if self._decided:
             self._write_decisions(outcome.step)
-            self._to_journal += [decision.to_record() for decision in self._decided]
+            # A step that is done again, after the run went back, is told of once.
+            earlier = [record for record in self._to_journal if record["step"] < outcome.step]
+            self._to_journal = [*earlier, *(decision.to_record() for decision in self._decided)]
             self._decided.clear()
 
     def _predict(self, step: int, plan: Plan | None) -> float | None:

@@ -202,8 +202,8 @@ class Session(RedoneSteps):
         return self._records.read("transitions.jsonl")
 
     def settle(self) -> None:
-        """Commit the last step: the run ends here, to be resumed."""
-        if self._engine.broken is None:
+        """Commit the last step: the run ends here, to be resumed; without its state, from the commit before."""
+        if self._engine.broken is None and self._has_state:
             self._stage_last()
 
     def worker_pids(self) -> dict[int, int]:

@@ -99,9 +99,10 @@ class StagedSteps(PpoSteps):
     def _begin_commit(self, step: int) -> None:
         """Begin to commit the state at the end of a step: that of now."""
         assert self._staging is not None
-        self._staging.begin(step, self._run_state(step), self.plan.to_record(), self._take_notes())
+        self._staging.wait()  # what the commit before has told need not be told again
+        self._staging.begin(step, self._run_state(step), self.plan.to_record(), self._notes())
 
-    def _take_notes(self) -> dict[str, Any]:
+    def _notes(self) -> dict[str, Any]:
         """Return what the journal is to say with the next commit."""
         return {}
 

@@ -17,6 +17,7 @@ import nereus.runtime.staged_steps
 from nereus.config import build_config
 from nereus.control import tell_drain
 from nereus.runtime.deaths import Deaths
+from nereus.runtime.elastic_steps import MOST_ATTEMPTS
 from nereus.runtime.engine import CommandError, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
@@ -223,6 +224,42 @@ def test_what_is_half_built_again_is_no_state(fixed: Adapted, tmp_path: Path, mo
 
     assert_same(train(tmp_path / "run", at(4, "train_critic", kill)), fixed)
     assert len(refused) == 3
+
+
+@pytest.mark.long
+def test_a_better_plan_that_no_move_leads_to_is_given_up(fixed: Adapted, tmp_path: Path) -> None:
+    """Nothing is lost, and nothing built again: the job stays on the plan that it has."""
+
+    def bar(session: Session) -> None:
+        def refuse(*_: Any) -> Any:
+            raise InfeasibleTransition("there is no way")
+
+        session._plan_move = refuse  # type: ignore[method-assign]
+
+    run = train(
+        tmp_path / "run",
+        at(0, "generate", bar),
+        drift={"devices": [[0, 1], [3, 2]]},
+        adapt={"enabled": True, "policy": "every_k", "every": 3},
+    )
+    assert_same(run, fixed)
+    assert [line["outcome"] for line in run.transitions] == ["rolled_back"] * len(run.transitions)
+    assert [line["step"] for line in run.transitions].count(3) == MOST_ATTEMPTS
+    assert all(devices_of(metrics) == {0} for metrics in run.metrics)
+
+
+@pytest.mark.long
+def test_a_run_that_ends_without_its_state_commits_none(tmp_path: Path) -> None:
+    """What a broken step has left in memory is no state; a resume goes on from the last commit."""
+
+    def strike(session: Session) -> None:
+        session._lost = frozenset(session.plan.devices)
+        session.settle()
+
+    run_dir = tmp_path / "run"
+    train(run_dir, at(3, "train_critic", strike), staging={"every": 8}, steps=8)
+    commits = [entry.body["step"] for entry in Journal(os.fspath(run_dir)).entries() if entry.kind == "commit"]
+    assert commits == [7]
 
 
 @pytest.mark.long

@@ -27,8 +27,8 @@ class Settings:
 
     With `enabled` false the plan never changes but for micro-batches and recomputation; lost devices end the run.
     `gamma` is the share of the horizon within which a move must pay back; `every` the k of every_k in steps.
-    `survives`: `fixed` gives its tp and pp up where no plan that has them fits, and keeps those that it then gets; else
-    it ends there, as the simulator counts it.
+    `may_change_layouts`: `fixed` gives its tp and pp up where no plan that has them fits, and keeps those that it then
+    gets; else it ends there, as the simulator counts it.
     """
 
     policy: str = "payback"
@@ -36,7 +36,7 @@ class Settings:
     every: int = 3
     thresholds: Thresholds = field(default_factory=Thresholds)
     enabled: bool = True
-    survives: bool = False
+    may_change_layouts: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in ADMIT:
@@ -135,8 +135,10 @@ class Controller:
     ) -> Decision:
         """Weigh the best plans against the current one (None: it can't run) and record the verdict."""
         candidates = self._candidates(boundary, efficiencies, is_urgent=current is None)
+        if not candidates and current is not None:  # a plan made by hand may be none that a search comes to
+            candidates = [current]
         if not candidates:
-            is_bound = self.settings.policy == "fixed" and not self.settings.survives
+            is_bound = self.settings.policy == "fixed" and not self.settings.may_change_layouts
             raise NoPlanError(
                 f"No plan {'of the first tp and pp ' if is_bound else ''}fits the "
                 f"{len(boundary.cluster.devices)} devices at step {boundary.step}; use more devices or more memory."
@@ -144,10 +146,7 @@ class Controller:
         self._monitor.reset_references(boundary.signals)
         horizon = self._monitor.horizon(triggers)
         predicted = [self._planning.price(boundary, efficiencies, self.plan, c.plan) for c in candidates]
-        prices = [
-            self._prices.correct(price) if moves_state(self.plan, c.plan) else price
-            for c, price in zip(candidates, predicted, strict=True)
-        ]
+        prices = [self._prices.correct(price) if price.seconds else price for price in predicted]
         options = [Option(c.latency_s, price.seconds) for c, price in zip(candidates, prices, strict=True)]
         gamma = self.settings.gamma
         chosen: int | None
@@ -169,7 +168,7 @@ class Controller:
     def _candidates(self, boundary: Boundary, efficiencies: Efficiencies, *, is_urgent: bool) -> list[Candidate]:
         """Return the plans to weigh, fastest first, each placement once."""
         found: list[Candidate] = list(self._planning.scale(boundary, efficiencies, self.plan))
-        if self.settings.policy != "fixed" or (is_urgent and not found and self.settings.survives):
+        if self.settings.policy != "fixed" or (is_urgent and not found and self.settings.may_change_layouts):
             found += self._planning.search(boundary, efficiencies, self.plan)
         found.sort(key=lambda candidate: candidate.latency_s)
         distinct: list[Candidate] = []

@@ -15,8 +15,8 @@ _BASE_DEVIATION_S = 0.3
 _FACTOR_DEVIATION = 0.5
 # Scatter of measured moves, relative.
 _NOISE = 0.25
-# Moves that are remembered.
-_KEPT_MOVES = 64
+# Moves that are remembered: prices of earlier ones were made with rates that have been corrected since.
+_KEPT_MOVES = 8
 
 
 class MovePrices:

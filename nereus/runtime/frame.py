@@ -130,7 +130,7 @@ def settings_of(config: RunConfig) -> Settings:
     """Return how a config lets the controller adapt."""
     adapt = config.adapt
     thresholds = Thresholds(length=adapt.delta_length)
-    return Settings(adapt.policy, adapt.gamma, adapt.every, thresholds, enabled=adapt.enabled, survives=True)
+    return Settings(adapt.policy, adapt.gamma, adapt.every, thresholds, enabled=adapt.enabled, may_change_layouts=True)
 
 
 class CappedPlanning(CostPlanning):

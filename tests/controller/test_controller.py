@@ -155,7 +155,7 @@ def test_a_policy_without_a_plan_says_so():
 
 def test_a_job_under_fixed_gives_its_layout_up_only_where_it_must():
     tables = Tables({(2, 2): 10, (1, 4): 50, (1, 2): 90})
-    one = Controller(plan(2, 2), tables, Settings("fixed", survives=True))
+    one = Controller(plan(2, 2), tables, Settings("fixed", may_change_layouts=True))
     one.decide(boundary(0, 4), CONSERVATIVE)
     decision = one.decide(boundary(1, 2), CONSERVATIVE)  # neither (2, 2) nor (2, 1) runs on two devices
     assert decision is not None and decision.verdict == "urgent" and one.plan == plan(1, 2)

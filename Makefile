@@ -12,7 +12,7 @@ export DO_NOT_TRACK ?= 1
 .PHONY: help setup demo test long check fix bench bench-cost bench-adapt serve deploy smollm2 slow sweep chaos coordination showcase
 
 help:  ## list the entry points
-	@grep -hE '^[a-z0-9]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-12s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.stamp  ## make the environment in .venv
 

@@ -224,7 +224,8 @@ class Communicator:
     def send_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, dst: int, tag: int = 0) -> Pending:
         """Start to send tensors of any strides as one message, laid end to end and cast to `dtype`; see `send`.
 
-        On shared memory they are copied right into the message; a tensor that is one as it lies goes out from there.
+        On shared memory they are copied right into the message. Elsewhere a lone tensor that lies end to end goes out
+        from where it lies: it must stay as it is until `wait`.
         """
         assert dst != self.rank and 0 <= dst < self.size, dst
         group = self._live_group()
@@ -242,7 +243,10 @@ class Communicator:
         return Pending(lambda: self._give_back(wait_sent, message), self._waited)
 
     def recv_parts(self, parts: Sequence[torch.Tensor], dtype: torch.dtype, src: int, tag: int = 0) -> Pending:
-        """Start to receive what `send_parts` sends as `dtype`, into tensors of any strides; `wait` fills them."""
+        """Start to receive what `send_parts` sends as `dtype`, into tensors of any strides.
+
+        They are filled when `wait` returns, some of them earlier.
+        """
         assert src != self.rank and 0 <= src < self.size, src
         group = self._live_group()
         if isinstance(group, _SharedGroup):

@@ -171,7 +171,7 @@ class _Waiter:
             work, ended = given
             try:
                 work.wait(_WAIT_LIMIT)
-            except RuntimeError as error:
+            except Exception as error:  # whatever it is, who waits must hear of it
                 ended.failure = error
             ended.is_over.set()
             del given, work, ended  # it must not hold what keeps sockets open

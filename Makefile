@@ -26,10 +26,10 @@ $(VENV)/.stamp: requirements.lock pyproject.toml
 demo: setup  ## run a small PPO job that loses a device and gets it back, and plot it
 	$(BIN)/nereus run adapt-cpu
 
-test: setup  ## run the tests (about 20 minutes on 2 cores)
+test: setup  ## run the tests (about 10 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
-long: setup  ## the tests that take a minute each: killed runs, retries through Prefect (CI runs them too)
+long: setup  ## whole jobs that are killed, moved and resumed: the other half of the tests (20 minutes; CI runs them too)
 	$(BIN)/python -m pytest -m long
 
 check: setup  ## ruff, format, types and the fast tests

@@ -52,6 +52,8 @@ def fail(point: str, device: int, *then: PointDoom) -> PointDoom:
     return PointDoom(point, device, "raise", then)
 
 
+# Of the points below so many are in the default suite.
+QUICK = 3
 # Where, who, and what the record says: back from a commit on the old plan or the new one, or back on the old plan.
 HANDFUL = [
     ("grow", kill("start>begins#1", 1), "rolled_back, committed"),
@@ -67,7 +69,13 @@ HANDFUL = [
 
 @pytest.mark.skipif(NUM_KILLS > 0, reason="the long form covers it")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "doom", "outcomes"), HANDFUL, ids=[f"{name}: {doom}" for name, doom, _ in HANDFUL])
+@pytest.mark.parametrize(
+    ("name", "doom", "outcomes"),
+    [
+        pytest.param(*each, id=f"{each[0]}: {each[1]}", marks=() if number < QUICK else pytest.mark.long)
+        for number, each in enumerate(HANDFUL)
+    ],
+)
 def test_a_worker_that_is_struck_leaves_no_trace(
     name: str, doom: PointDoom, outcomes: str, runs: StruckRuns, base: Struck, tmp_path: Path
 ):

@@ -181,9 +181,9 @@ def default_interrupts() -> None:
     ("sent", "arguments", "where"),
     [
         (signal.SIGTERM, [], "in training"),
-        (signal.SIGINT, [], "in training"),
+        pytest.param(signal.SIGINT, [], "in training", marks=pytest.mark.long),
         (signal.SIGTERM, ["20"], "in a primitive"),
-        (signal.SIGTERM, ["60"], "in a primitive"),
+        pytest.param(signal.SIGTERM, ["60"], "in a primitive", marks=pytest.mark.long),
     ],
 )
 def test_a_signal_in_the_middle_of_anything_frees_the_session(

@@ -58,6 +58,7 @@ TWO_PLANS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_a_run_that_goes_on_begins_with_the_plan_of_its_step(tmp_path: Path):
     run_dir = tmp_path / "amber"
@@ -70,6 +71,7 @@ def test_a_run_that_goes_on_begins_with_the_plan_of_its_step(tmp_path: Path):
     assert not (run_dir / "transitions.jsonl").exists()  # it was built so, nothing moved
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_the_plan_changes_in_the_midst_of_a_run(tmp_path: Path):
     run_dir = tmp_path / "copper"

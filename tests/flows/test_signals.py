@@ -46,7 +46,7 @@ def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) ->
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_ends_the_run_and_all_its_processes(run: subprocess.Popen[str], sent: signal.Signals, tmp_path: Path):
     wait_for_steps(run, tmp_path / "amber" / "metrics.jsonl", 2)
     children = psutil.Process(run.pid).children(recursive=True)

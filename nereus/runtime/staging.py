@@ -243,12 +243,12 @@ class Staging:
             entry = tried(lambda: self._owner.journal.append("commit", body))
             self._take_note(Commit.of(entry))
             pending.feed.end(None)
-        except FencedOff as error:
-            self._fenced = error
-            pending.feed.end(error)
-            self._discard(name)
-            return
         except Exception as error:  # every store has errors of its own
+            self._fenced = error if isinstance(error, FencedOff) else self._find_successor()
+            if self._fenced is not None:
+                pending.feed.end(self._fenced)
+                self._discard(name)
+                return
             self._warn(step, error)
             pending.feed.end(error)
             if not self._closed:
@@ -257,6 +257,16 @@ class Staging:
             pending.feed.end(ShardFailed("the thread that commits has ended"))  # whatever happens, nobody waits on
         if not self._closed:
             self._retire()
+
+    def _find_successor(self) -> FencedOff | None:
+        """Return that another driver has taken over, if one has: it removes what is half written here."""
+        try:
+            self._owner.check()
+        except FencedOff as error:
+            return error
+        except Exception:  # a store that fails says nothing of drivers
+            return None
+        return None
 
     def _write_manifest(self, name: str, manifest: Manifest) -> str:
         folder = join_url(self._root, name)

@@ -253,6 +253,25 @@ def test_a_driver_that_lost_its_run_writes_nothing_more(tmp_path: Path, engine: 
     assert [record["step"] for record in read_records(str(tmp_path / "run" / "metrics.jsonl"))] == [0]
 
 
+def test_a_commit_that_the_next_driver_has_cleared_away_is_no_failure_of_a_store(
+    tmp_path: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose_run(*_: object) -> str:
+        other = Journal(str(tmp_path / "run"))
+        other.entries()
+        other.append("take_over", {"owner": {}})
+        raise FileNotFoundError("the set is gone")
+
+    with open_session(tmp_path, engine) as session:
+        take_step(session, 0)
+        assert session._staging is not None and session._staging.wait(60)
+        monkeypatch.setattr(session._staging, "_write_manifest", lose_run)
+        session._staging.begin(1, session._run_state(1), session.plan.to_record())
+        with pytest.raises(FencedOff):
+            session._staging.wait(60)
+    assert "was not staged" not in caplog.text
+
+
 # Transitions: reading along with a commit, and sets of their own
 
 

@@ -46,6 +46,7 @@ class PrefectSite:
             "PREFECT_API_URL": self.api,
             "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self.folder / 'prefect.db'}",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",  # the commands of other tests set it for this process
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "DO_NOT_TRACK": "1",
             TAG: self.tag,

@@ -15,6 +15,9 @@ from flows.ppo import train_ppo
 from flows.server_guard import server_ends_with_us
 from nereus.config import RunConfig
 
+# Loggers that Prefect reports the end of a run by; `engine` where a signal came before the run had one of its own.
+_ACCOUNTS_OF_A_RUN = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+
 
 def run_here(config: RunConfig, resume_from: str | None = None) -> dict[str, Any]:
     """Run `train_ppo` on the configured API, or the ephemeral one, and return its summary.
@@ -82,5 +85,5 @@ def _is_news(record: logging.LogRecord) -> bool:
     Prefect's account of a failed run, traceback and all, since the caller gets the exception itself; and its note that
     the last events of a view are still on their way.
     """
-    is_failure = record.levelno >= logging.ERROR and record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
+    is_failure = record.levelno >= logging.ERROR and record.name.startswith(_ACCOUNTS_OF_A_RUN)
     return not is_failure and "Still processing items" not in record.getMessage()

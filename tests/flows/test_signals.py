@@ -1,5 +1,6 @@
 """A signal to a run with real workers: one sentence, exit code 1, and no process left behind."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from flows.local import _is_news
 
 ROOT = Path(__file__).resolve().parents[2]
 # The start is a minute on a loaded machine; the end has this long.
@@ -58,3 +61,10 @@ def test_a_signal_ends_the_run_and_all_its_processes(run: subprocess.Popen[str],
     assert said.strip() == f"nereus: Stopped; the workers are freed; {mend}."
     _, alive = psutil.wait_procs(children, timeout=END_LIMIT_S)
     assert not alive
+
+
+@pytest.mark.parametrize("logger", ["prefect.flow_runs", "prefect.task_runs", "prefect.engine"])
+def test_what_prefect_says_of_a_failed_run_is_not_said_twice(logger: str):
+    """A signal may come when Prefect has no run to report it by; then its engine does."""
+    assert not _is_news(logging.LogRecord(logger, logging.ERROR, "", 0, "Crash detected!", (), None))
+    assert _is_news(logging.LogRecord(logger, logging.WARNING, "", 0, "The state of step 3 was not staged.", (), None))

@@ -251,15 +251,11 @@ class AdaptiveSteps(ElasticSteps):
             raise CommandError(
                 f"the move to the plan for step {step} failed {tries} times", label="transition", step=step
             )
-        if tries >= MOST_ATTEMPTS and not (self._is_torn or self._lost) and not self._is_urgent(step):
+        may_stay = bool(self._decided) and self._decided[-1].verdict == "admit" and not (self._is_torn or self._lost)
+        if tries >= MOST_ATTEMPTS and may_stay:
             self._keep_plan(step)
             return False
         return True
-
-    def _is_urgent(self, step: int) -> bool:
-        """Return whether the plan in force can't go on, by the last decision before a step."""
-        decisions = [decision for decision in self._decided if decision.step == step]
-        return not decisions or decisions[-1].verdict == "urgent"
 
     def _keep_plan(self, step: int) -> None:
         """Go on with the plan in force: a better one couldn't be reached."""
@@ -285,10 +281,8 @@ class AdaptiveSteps(ElasticSteps):
     def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
         if not self._has_state:
             raise InfeasibleTransition("the step that was broken off had begun to change what is trained")
-        if (
-            self._attempts[target].count(step) > MOST_ATTEMPTS
-        ):  # what can't be moved is built again from the last commit
-            self._lost = frozenset(self.plan.devices)
+        if self._attempts[target].count(step) > MOST_ATTEMPTS:
+            self._lost = frozenset(self.plan.devices)  # what can't be moved is built again from the last commit
             raise InfeasibleTransition("no move to this plan has come to its end")
         return super()._plan_move(step, target)
 

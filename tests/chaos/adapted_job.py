@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from nereus.config import RunConfig, build_config
 from nereus.runtime.deaths import Deaths
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.local import LocalEngine
-from nereus.runtime.session import STEP_FAILURES, NoDevices, Session
+from nereus.runtime.session import NoDevices, Session
 from nereus.runtime.transition import Transition
 from storage.journal import FencedOff
 from tests.chaos.disturbances import MOVE_POINTS, STEP_POINTS, Disturbance, Disturber
 from tests.chaos.doom import wrap
 from tests.chaos.job import TRANSITION_CALLS, read_live
+from tests.runtime.steps import drive
 
 NO_DEVICES, AT_THE_END = 3, 4
 MOVE_CALLS = (*TRANSITION_CALLS, (Transition, "_undo"), (Session, "_go_back"))
@@ -64,7 +66,7 @@ def run(config: RunConfig, disturber: Disturber, *, resume_from: str | None, sta
     with Session.open(config, run_id="amber", resume_from=resume_from) as session, ThreadPoolExecutor(4) as pool:
         disturber.session = session
         try:
-            drive(session, pool)
+            drive(session, run=partial(run_at_once, pool))
         except NoDevices:
             session.settle()
             raise
@@ -76,24 +78,14 @@ def run(config: RunConfig, disturber: Disturber, *, resume_from: str | None, sta
             raise EndFailed(str(error)) from error
 
 
-def drive(session: Session, pool: ThreadPoolExecutor) -> None:
-    """Do what the flow does, with the same things at the same time."""
-    while (step := session.next_step) < session.config.steps:
-        try:
-            session.decide(step)
-            if session.transition_due(step):
-                session.begin_transition(step)
-                if session.run_transition()["outcome"] != "committed":
-                    continue
-            session.generate(step)
-            at_once(pool, step, session.score, session.infer_reference, session.infer_logprobs, session.infer_values)
-            session.estimate_advantages(step)
-            at_once(pool, step, session.train_actor, session.train_critic)
-            session.sync_weights(step)
-            session.finish_step(step)
-            session.stage_state(step)
-        except STEP_FAILURES as error:
-            session.make_ready(step, error)
+def run_at_once(pool: ThreadPoolExecutor, session: Session, step: int) -> dict[str, Any]:
+    """Do a step as the flow does, with the same things at the same time."""
+    session.generate(step)
+    at_once(pool, step, session.score, session.infer_reference, session.infer_logprobs, session.infer_values)
+    session.estimate_advantages(step)
+    at_once(pool, step, session.train_actor, session.train_critic)
+    session.sync_weights(step)
+    return session.finish_step(step)
 
 
 def at_once(pool: ThreadPoolExecutor, step: int, *methods: Callable[[int], Any]) -> None:

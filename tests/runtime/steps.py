@@ -37,8 +37,18 @@ def run_step(session: Session, step: int) -> dict[str, Any]:
     return complete_step(session, step)
 
 
-def drive(session: Session, each: Callable[[int, dict[str, Any]], None] = lambda *_: None) -> None:
-    """Run all steps that are left as the flow does, the plan under control; `each` sees the metrics of every step."""
+def drive(
+    session: Session,
+    each: Callable[[int, dict[str, Any]], None] = lambda *_: None,
+    *,
+    run: Callable[[Session, int], dict[str, Any]] = run_step,
+) -> None:
+    """Run all steps that are left as the flow does, the plan under control.
+
+    Args:
+        each: sees the metrics of every step.
+        run: runs a step and returns its metrics.
+    """
     while (step := session.next_step) < session.config.steps:
         try:
             session.decide(step)
@@ -46,9 +56,9 @@ def drive(session: Session, each: Callable[[int, dict[str, Any]], None] = lambda
                 session.begin_transition(step)
                 if session.run_transition()["outcome"] != "committed":
                     continue
-            metrics = run_step(session, step)
+            metrics = run(session, step)
+            session.stage_state(step)
         except STEP_FAILURES as error:
             session.make_ready(step, error)
             continue
         each(step, metrics)
-        session.stage_state(step)

@@ -28,7 +28,7 @@ from nereus.runtime.waiting import AbortFlag, CommunicatorAborted, CommunicatorE
 
 __all__ = ["AbortFlag", "Communicator", "CommunicatorAborted", "CommunicatorError", "Pending"]
 
-_SHARED_MESSAGE_BYTES, _SHARED_WINDOW_BYTES = 2 << 20, 16 << 20
+_SHARED_MESSAGE_BYTES, _SHARED_WINDOW_BYTES = 4 << 20, 8 << 20
 _MESSAGE_BYTES, _WINDOW_BYTES = 16 << 20, 32 << 20
 _LONE_BYTES = 512 << 10
 

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.adapt [--quick] [--seeds N] [--policies P ...] [--json FILE] [key=value ...]
 
-Each run is a process of its own. The policies take turns, for each seed in another order, and are compared seed by
-seed: with one seed all of them have the same rollouts in every step. From seed to seed the devices come and go one step
-later, so that no policy's schedule fits the trace by chance.
+The runs of one seed are all open at the same time and take turns step by step, each step in another order, so that a
+machine that gets slower or quicker does so for all of them. With one seed all have the same rollouts in every step.
+From seed to seed the devices come and go one step later, so that no policy's schedule fits the trace by chance.
 """
 
 from __future__ import annotations
@@ -48,17 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record: Record = {**describe_run("adapt", threads=1), "recipe": RECIPE, "overrides": overrides, "runs": []}
     print(f"load average {record['load_average']:.1f}: numbers count on an otherwise idle machine", flush=True)
     for seed in range(1 if options.quick else options.seeds):
-        for policy in rotated(options.policies, seed):
-            record["runs"].append(run(policy, seed, overrides))
-            write_record(record, options.json)
+        record["runs"] += run(options.policies, seed, overrides)
+        write_record(record, options.json)
     print_report(record["runs"])
     return 0
-
-
-def rotated(policies: Sequence[str], seed: int) -> list[str]:
-    """Return the policies in the order of a seed: each is first, second, ... in turn."""
-    first = seed % len(policies)
-    return [*policies[first:], *policies[:first]]
 
 
 def shifted_trace(trace: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
@@ -66,25 +59,26 @@ def shifted_trace(trace: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
     return [[step + seed if step else 0, count] for step, count in trace]
 
 
-def run(policy: str, seed: int, overrides: Sequence[str]) -> Record:
-    """Run the recipe under a policy, say so in a line, and return what it came to."""
+def run(policies: Sequence[str], seed: int, overrides: Sequence[str]) -> list[Record]:
+    """Run the recipe under each policy, say what came of it in a line each, and return that."""
     trace = load_config(RECIPE, overrides).drift.devices
     assert isinstance(trace, tuple)
-    changes = [f"adapt.policy={policy}", f"seed={seed}", f"drift.devices={json.dumps(shifted_trace(trace, seed))}"]
+    changes = [f"seed={seed}", f"drift.devices={json.dumps(shifted_trace(trace, seed))}"]
     with tempfile.TemporaryDirectory(prefix="nereus-adapt-") as folder:
         out = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "tests.benchmarks.adapt_run", RECIPE, f"{folder}/run", str(out)]
+        command = [sys.executable, "-m", "tests.benchmarks.adapt_run", RECIPE, folder, str(out), *policies, "--"]
         subprocess.run([*command, *overrides, *changes], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found = {"policy": policy, "seed": seed, **json.loads(out.read_text())}
-    summary = found["summary"] = summarize(found)
-    print(
-        f"seed {seed}, {policy}: {summary['total_s']:.1f} s for {summary['steps']} steps, {summary['transitions']} "
-        f"transitions {summary['seconds']['transition']:.2f} s, responses {summary['growth']:.1f} times as long, "
-        f"waited for a core {summary['waited_share']:.1%}",
-        flush=True,
-    )
-    found["steps"] = [{key: step[key] for key in KEPT if key in step} for step in found["steps"]]
-    return found
+        runs: list[Record] = [{"seed": seed, **record} for record in json.loads(out.read_text())]
+    for found in runs:
+        summary = found["summary"] = summarize(found)
+        print(
+            f"seed {seed}, {found['policy']}: {summary['total_s']:.1f} s for {summary['steps']} steps, "
+            f"{summary['transitions']} transitions {summary['seconds']['transition']:.2f} s, responses "
+            f"{summary['growth']:.1f} times as long, waited for a core {summary['waited_share']:.1%}",
+            flush=True,
+        )
+        found["steps"] = [{key: step[key] for key in KEPT if key in step} for step in found["steps"]]
+    return runs
 
 
 # Of a line of metrics.jsonl the record keeps these.
@@ -99,17 +93,18 @@ _ENDS = 3
 def summarize(run: Mapping[str, Any]) -> Record:
     """Return what one run came to.
 
-    `total_s` is all from the first decision to the end of the last step: its opening, which is the same for all, left
-    out. `seconds` are its parts; "recovery" is what was lost by steps that were broken off.
+    `total_s` is all from the first decision to the last commit: its opening, which is the same for all, left out, and
+    the others' turns. `seconds` are its parts; "recovery" is what was lost by steps that were broken off, "commit" what
+    was waited for after a step, which a run of its own spends in the next step.
     """
     steps, driver = run["steps"], run["driver_s"]
     lengths = [step["response_tokens_mean"] for step in steps]
-    total_s = sum(seconds for part, seconds in driver.items() if part not in ("open", "finish"))
+    total_s = sum(seconds for part, seconds in driver.items() if part != "open")
     parts = {
         name: sum(step["seconds"][name] for step in steps)
         for name in ("generation", "inference", "training", "weight_sync", "staging")
     }
-    parts |= {"transition": driver["transition"], "decide": driver["decide"]}
+    parts |= {part: driver[part] for part in ("transition", "decide", "commit")}
     parts["recovery"] = driver["broken_off"] + driver["recovery"]
     parts["other"] = total_s - sum(parts.values())
     errors = [abs(step["predicted_s"]["current"] / steady_s(step) - 1)

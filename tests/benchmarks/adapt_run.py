@@ -1,8 +1,9 @@
-"""One run of a recipe under control, in a process of its own: where its driver's time goes, beside the run's records.
+"""Runs of a recipe under several policies, a step of each in turn: where their drivers' time goes, beside the records.
 
-    python -m tests.benchmarks.adapt_run RECIPE RUN_DIR OUT.json [key=value ...]
+    python -m tests.benchmarks.adapt_run RECIPE FOLDER OUT.json POLICY ... [-- key=value ...]
 
-The steps are those of the flow, in its order and as parallel as there, without Prefect around them.
+The steps are those of the flow, in its order and as parallel as there, without Prefect around them. While one run has
+its turn the others stand still, with their commits at an end, and their clocks too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Stopwatch:
     """Seconds by what the driver was doing."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("open", "decide", "transition", "broken_off", "recovery", "steps", "finish"), 0.0)
+        self.seconds = dict.fromkeys(("open", "decide", "transition", "broken_off", "recovery", "steps", "commit"), 0.0)
         self.waited_s = 0.0  # of the steps, by the worker that waited longest in each
 
     @contextmanager
@@ -41,27 +42,44 @@ class Stopwatch:
             self.seconds[what] += time.perf_counter() - begin
 
 
-def drive(session: Session, watch: Stopwatch) -> None:
-    """Run all steps, the plan under control."""
-    with ThreadPoolExecutor(4) as pool:
-        while (step := session.next_step) < session.config.steps:
-            try:
-                with watch.during("decide"):
-                    session.decide(step)
-                if session.transition_due(step):
-                    with watch.during("transition"):
-                        session.begin_transition(step)
-                        outcome = session.run_transition()["outcome"]
-                    if outcome != "committed":
-                        continue
-                before = waited_for_core_s(session)
-                with watch.during("steps", failed="broken_off"):
-                    run_step(session, step, pool)
-                waited = waited_for_core_s(session)
-                watch.waited_s += max(waited[d] - before[d] for d in waited)
-            except STEP_FAILURES as error:
-                with watch.during("recovery"):
-                    session.make_ready(step, error)
+def drive(session: Session, watch: Stopwatch, pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Run all steps, the plan under control; after each step it is another run's turn."""
+    session._clock.started_s = time.perf_counter()
+    while (step := session.next_step) < session.config.steps:
+        try:
+            with watch.during("decide"):
+                session.decide(step)
+            if session.transition_due(step):
+                with watch.during("transition"):
+                    session.begin_transition(step)
+                    outcome = session.run_transition()["outcome"]
+                if outcome != "committed":
+                    continue
+            before = waited_for_core_s(session)
+            with watch.during("steps", failed="broken_off"):
+                run_step(session, step, pool)
+            waited = waited_for_core_s(session)
+            watch.waited_s += max(waited[d] - before[d] for d in waited)
+        except STEP_FAILURES as error:
+            with watch.during("recovery"):
+                session.make_ready(step, error)
+            continue
+        with watch.during("commit"):
+            session.settle()
+        stopped = time.perf_counter()
+        yield
+        session._clock.started_s += time.perf_counter() - stopped
+
+
+def take_turns(drives: Mapping[str, Iterator[None]]) -> None:
+    """Run a step of each in turn until all have ended; who was first is last in the next round."""
+    left = list(drives.values())
+    while left:
+        left = [drive for drive in left if next(drive, _ENDED) is not _ENDED]
+        left = [*left[1:], *left[:1]]
+
+
+_ENDED = object()
 
 
 def run_step(session: Session, step: int, pool: ThreadPoolExecutor) -> None:
@@ -87,27 +105,31 @@ def waited_for_core_s(session: Session) -> dict[int, float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run, and write what it came to."""
+    """Run, and write what each policy came to."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    recipe, run_dir, out, *overrides = arguments
-    config = load_config(recipe, [*overrides, f"run_dir={run_dir}"])
-    watch = Stopwatch()
-    begin = time.perf_counter()
-    with watch.during("open"):
-        session = Session.open(config, run_id=Path(run_dir).name)
-    with session:
-        drive(session, watch)
-        with watch.during("finish"):
-            session.settle()
-        record = {
-            "wall_s": time.perf_counter() - begin,
-            "driver_s": watch.seconds,
-            "waited_s": watch.waited_s,
-            "steps": session.read_metrics(),
-            "decisions": session.read_decisions(),
-            "transitions": session.read_transitions(),
-        }
-    Path(out).write_text(json.dumps(record))
+    recipe, folder, out, *names = arguments
+    policies, overrides = names[: names.index("--")], names[names.index("--") + 1 :]
+    watches = {policy: Stopwatch() for policy in policies}
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        sessions: dict[str, Session] = {}
+        for policy, watch in watches.items():
+            config = load_config(recipe, [*overrides, f"adapt.policy={policy}", f"run_dir={folder}/{policy}"])
+            with watch.during("open"):
+                sessions[policy] = stack.enter_context(Session.open(config, run_id=policy))
+        take_turns({policy: drive(session, watches[policy], pool) for policy, session in sessions.items()})
+        records = [
+            {
+                "policy": policy,
+                "driver_s": watches[policy].seconds,
+                "waited_s": watches[policy].waited_s,
+                "steps": session.read_metrics(),
+                "decisions": session.read_decisions(),
+                "transitions": session.read_transitions(),
+            }
+            for policy, session in sessions.items()
+        ]
+    Path(out).write_text(json.dumps(records))
 
 
 if __name__ == "__main__":

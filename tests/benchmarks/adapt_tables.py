@@ -80,20 +80,33 @@ def _print_stretches(by_policy: Mapping[str, Sequence[Record]]) -> None:
 
 
 def stretches(steps: Sequence[Record]) -> list[list[Record]]:
-    """Return the steps of a run in groups, each from one change of the devices to the next."""
+    """Return the steps of a run in groups, each from one change of the devices to the next; short ones are one."""
     groups: list[list[Record]] = []
     for step in steps:
         if not groups or step["devices_present"] != groups[-1][-1]["devices_present"]:
             groups.append([])
         groups[-1].append(step)
-    return groups
+    joined: list[list[Record]] = []
+    before_is_short = False
+    for group in groups:
+        is_short = len(group) < _SHORT_STRETCH
+        if is_short and before_is_short:
+            joined[-1] = [*joined[-1], *group]
+        else:
+            joined.append(group)
+        before_is_short = is_short
+    return joined
+
+
+# Steps; where devices change sooner, the stretch is all the time in which they do.
+_SHORT_STRETCH = 3
 
 
 def describe_stretch(steps: Sequence[Record]) -> str:
     """Return the devices of a stretch and how long its responses were at both of its ends."""
     first, last = (round(step["response_tokens_mean"]) for step in (steps[0], steps[-1]))
-    count = len(steps[0]["devices_present"])
-    return f"{count} device{'' if count == 1 else 's'}, {first}-{last}"
+    counts = sorted({len(step["devices_present"]) for step in steps})
+    return f"{' or '.join(map(str, counts))} device{'' if counts == [1] else 's'}, {first}-{last}"
 
 
 def _print_moves(by_policy: Mapping[str, Sequence[Record]]) -> None:

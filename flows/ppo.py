@@ -3,7 +3,8 @@
 generate -> score | reference | log-probs | values -> advantages -> train actor | critic -> sync -> metrics -> state
             ------------ at the same time ---------                  at the same time            written beside the next
 Before each step `decide` looks at devices, lengths, memory and speed; where another plan pays, or the one in force
-can't go on, `transition` leads to it. A step that loses a device, or runs out of memory, is done again: `make_ready`.
+can't go on, `transition` leads to it. A step that loses a device, or runs out of memory, is done again: `make_ready`;
+so is the end of the run.
 """
 
 import uuid
@@ -59,14 +60,15 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
         announce(session)
         progress, staged = ProgressArtifact(session.steps), StateArtifact(session.run_dir)
         history = session.read_metrics()
-        while (step := session.next_step) < config.steps:
+        summary: dict[str, Any] | None = None
+        while summary is None:
+            step = session.next_step
             try:
-                decide(session.run_id, step)
-                if session.transition_due(step):
-                    move = transition(session.run_id, step)
-                    publish_plan(session.plan.to_record())
-                    if move["outcome"] != "committed":  # the run may be back at its last commit
-                        continue
+                if (step < config.steps or not session.is_whole) and not take_plan(session, step):
+                    continue
+                if step == config.steps:
+                    summary = session.finish()
+                    continue
                 history[step:] = [run_step(session.run_id, step)]
             except STEP_FAILURES as error:
                 make_ready(session.run_id, step, error)
@@ -76,10 +78,19 @@ def train_ppo(config: RunConfig = load_config("tiny-cpu"), resume_from: str | No
                 raise
             progress.update(step, history[-1])
             staged.update(session.newest_state)
-        summary = session.finish()
         staged.update(summary["staged_state"], is_last=True)
         publish_plots(history, session.read_decisions(), session.read_transitions())
         return summary
+
+
+def take_plan(session: Session, step: int) -> bool:
+    """Choose the plan for a step and move to it; False: that failed, and the run may be back at its last commit."""
+    decide(session.run_id, step)
+    if not session.transition_due(step):
+        return True
+    move = transition(session.run_id, step)
+    publish_plan(session.plan.to_record())
+    return bool(move["outcome"] == "committed")
 
 
 @task(task_run_name="step-{step}", cache_policy=NO_CACHE, persist_result=False)

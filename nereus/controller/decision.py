@@ -110,7 +110,7 @@ class Decision:
             "candidate": self.candidate.to_record(),
             "latency_current_s": self.latency_current_s,
             "latency_candidate_s": self.latency_candidate_s,
-            "transition_s": {"direct": self.price.direct_s, "staged": self.price.staged_s},
+            "transition_s": {key: self.price.to_record()[key] for key in ("direct", "staged")},
             "horizon_steps": self.horizon_steps,
             "payback_steps": self.payback_steps if math.isfinite(self.payback_steps) else None,
             "verdict": self.verdict,

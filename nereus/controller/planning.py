@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from nereus.cluster import Cluster
 from nereus.controller.decision import Boundary, Candidate
@@ -25,9 +26,25 @@ RUNNERS_UP = 7
 class CostPlanning:
     """The planner's answers for one job."""
 
-    def __init__(self, job: JobSpec, cluster: Cluster, *, runners_up: int = RUNNERS_UP) -> None:
-        """Args: cluster: the whole allocation, devices that are away included."""
+    def __init__(
+        self,
+        job: JobSpec,
+        cluster: Cluster,
+        *,
+        runners_up: int = RUNNERS_UP,
+        transport: Literal["auto", "direct", "staged"] = "auto",
+        committed: bool = True,
+    ) -> None:
+        """Remember what stays the same.
+
+        Args:
+            cluster: the whole allocation, devices that are away included.
+            transport: how the job moves.
+            committed: whether every boundary has a commit, or a pending one.
+        """
         self._job, self._count = job, 1 + runners_up
+        self._transport: Literal["auto", "direct", "staged"] = transport
+        self._committed = committed
         self._pricer = TransitionPricer(job, cluster)
 
     def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan | None) -> Sequence[Candidate]:
@@ -63,7 +80,9 @@ class CostPlanning:
 
     def price(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan, target: Plan) -> TransitionPrice:
         """Return what the move from one plan to another costs."""
-        return self._pricer.estimate(current, target, efficiencies, lost=boundary.lost)
+        lost, committed = boundary.lost, self._committed
+        price = self._pricer.estimate(current, target, efficiencies, lost=lost, committed=committed)
+        return price.only(self._transport)
 
     def describe_misfit(self, boundary: Boundary) -> str:
         """Return one sentence for people when no plan fits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,7 +41,8 @@ class MovePrices:
             return price
         base_s, factor = self._line()
         direct_s = None if price.direct_s is None else base_s + factor * price.direct_s
-        return replace(price, direct_s=direct_s, staged_s=base_s + factor * price.staged_s)
+        staged_s = base_s + factor * price.staged_s if math.isfinite(price.staged_s) else math.inf
+        return replace(price, direct_s=direct_s, staged_s=staged_s)
 
     def _line(self) -> tuple[float, float]:
         """Return base and factor; normal errors, so that they solve two linear equations."""

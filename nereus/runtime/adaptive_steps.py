@@ -209,7 +209,8 @@ class AdaptiveSteps(ElasticSteps):
         try:
             plan_auto(self.job.specs, capacities, workload, self.config.precision)
         except ValueError as error:
-            return f": the {str(error)[0].lower()}{str(error)[1:]}"
+            scale = f" Peaks were {factor:.2f} times what is predicted; these bytes are divided by that."
+            return f": the {str(error)[0].lower()}{str(error)[1:]}{scale if round(factor, 2) != 1 else ''}"
         return "."
 
     def _stage_now(self, step: int) -> None:
@@ -240,7 +241,7 @@ class AdaptiveSteps(ElasticSteps):
     def transition_due(self, step: int) -> bool:
         """Return whether state has to move before a step, or communicators have to be made anew."""
         due = self._due()
-        if not (self._is_torn or self._lost):
+        if self.is_whole:
             if self._adaptation is None:
                 return super().transition_due(step)
             if emus_of(due) == emus_of(self.plan):
@@ -251,7 +252,7 @@ class AdaptiveSteps(ElasticSteps):
             raise CommandError(
                 f"the move to the plan for step {step} failed {tries} times", label="transition", step=step
             )
-        may_stay = bool(self._decided) and self._decided[-1].verdict == "admit" and not (self._is_torn or self._lost)
+        may_stay = bool(self._decided) and self._decided[-1].verdict == "admit" and self.is_whole
         if tries >= MOST_ATTEMPTS and may_stay:
             self._keep_plan(step)
             return False

@@ -52,6 +52,11 @@ class ElasticSteps(StagedSteps):
         self._is_given_up = False  # nothing that lives is of use: all is being built again from the last commit
         self._transition: Transition | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that the plan in force needs lives and works; else a transition is due."""
+        return not (self._is_torn or self._lost)
+
     # What is due
 
     def transition_due(self, step: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from nereus.cluster import Cluster, NodeKind, local_cluster
 from nereus.config import RunConfig
@@ -37,6 +37,8 @@ class Frame:
         cap_tokens: most tokens of a response.
         prompt_margin_tokens: by how much the longest prompt is longer than the mean one.
         micro_batch: the most that the user allows; None: as memory does.
+        transport: how state moves.
+        commits_every_step: whether what is staged is there already when the plan changes.
     """
 
     spec: JobSpec
@@ -44,6 +46,8 @@ class Frame:
     cap_tokens: int
     prompt_margin_tokens: float
     micro_batch: int | None
+    transport: Literal["auto", "direct", "staged"] = "auto"
+    commits_every_step: bool = True
 
     @classmethod
     def of(
@@ -72,7 +76,15 @@ class Frame:
         cluster = local_cluster(len(capacities), min(capacities.values()), threads_per_device=threads)
         cluster = replace(cluster, kind=replace(cluster.kind, accelerator=config.cluster.device == "cuda"))
         micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
-        return cls(JobSpec(specs, load, config.precision), cluster, cap, longest - mean, micro_batch)
+        return cls(
+            JobSpec(specs, load, config.precision),
+            cluster,
+            cap,
+            longest - mean,
+            micro_batch,
+            config.transport,
+            config.staging.every == 1,
+        )
 
     def with_kind(self, kind: NodeKind) -> Frame:
         """Return the frame on machines as they were measured."""
@@ -81,7 +93,7 @@ class Frame:
     @cached_property
     def planning(self) -> CostPlanning:
         """The planner's answers for the job."""
-        return CappedPlanning(self.spec, self.cluster, self.micro_batch)
+        return CappedPlanning(self)
 
     def calibration(self) -> Calibration:
         """Return what is believed of the machines before a step was measured."""
@@ -136,9 +148,9 @@ def settings_of(config: RunConfig) -> Settings:
 class CappedPlanning(CostPlanning):
     """The planner's answers that a job can go to, with micro-batches that are no larger than the user allows."""
 
-    def __init__(self, job: JobSpec, cluster: Cluster, micro_batch: int | None) -> None:
-        super().__init__(job, cluster)
-        self._most = micro_batch
+    def __init__(self, frame: Frame) -> None:
+        super().__init__(frame.spec, frame.cluster, transport=frame.transport, committed=frame.commits_every_step)
+        self._most = frame.micro_batch
 
     def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan | None) -> list[Candidate]:
         return self._admit(boundary, super().search(boundary, efficiencies, current))

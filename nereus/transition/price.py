@@ -7,9 +7,10 @@ The slowest node decides, and the set-up of new communicators, one after the oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,8 +26,8 @@ class TransitionPrice:
     """Seconds and bytes of a transition.
 
     Attributes:
-        direct_s: over live links; None when some state has no live holder.
-        staged_s: through storage.
+        direct_s: over live links; None when some state has no live holder, or the job doesn't move by them.
+        staged_s: through storage; infinite when the job doesn't move by it.
         direct_bytes, staged_bytes: what travels between nodes, and what is read from storage.
     """
 
@@ -44,11 +45,17 @@ class TransitionPrice:
     def transport(self) -> str:
         return "direct" if self.direct_s is not None and self.direct_s <= self.staged_s else "staged"
 
+    def only(self, transport: Literal["auto", "direct", "staged"]) -> TransitionPrice:
+        """Return the price for a job that moves by one transport; what has no live holder is staged all the same."""
+        if transport == "staged":
+            return replace(self, direct_s=None)
+        return replace(self, staged_s=math.inf) if transport == "direct" and self.direct_s is not None else self
+
     def to_record(self) -> dict[str, Any]:
-        """Return {direct, staged, direct_bytes, staged_bytes}; times in seconds."""
+        """Return {direct, staged, direct_bytes, staged_bytes}; times in seconds, None where there is none."""
         return {
             "direct": self.direct_s,
-            "staged": self.staged_s,
+            "staged": self.staged_s if math.isfinite(self.staged_s) else None,
             "direct_bytes": self.direct_bytes,
             "staged_bytes": self.staged_bytes,
         }

@@ -2,8 +2,7 @@
 
 It drives a session as the flow does, without the orchestrator. The product knows nothing of disturbances: this process
 marks the points of the driver, and its workers are ranks that can be told to use up their memory. Ends with exit code
-1 and one sentence when the run fails, with NO_DEVICES when there is nothing it could go on with, and with AT_THE_END
-when all steps are done and a worker fails then: steps are done again, the end of a run isn't, so it has to be resumed.
+1 and one sentence when the run fails, and with NO_DEVICES when there is nothing it could go on with.
 """
 
 from __future__ import annotations
@@ -33,12 +32,8 @@ from tests.chaos.doom import wrap
 from tests.chaos.job import TRANSITION_CALLS, read_live
 from tests.runtime.steps import drive
 
-NO_DEVICES, AT_THE_END = 3, 4
+NO_DEVICES = 3
 MOVE_CALLS = (*TRANSITION_CALLS, (Transition, "_undo"), (Session, "_go_back"))
-
-
-class EndFailed(RuntimeError):
-    """All steps are done, and what is left to do failed."""
 
 
 def main(spec_path: str) -> int:
@@ -52,9 +47,6 @@ def main(spec_path: str) -> int:
     except NoDevices as error:
         print(f"no devices: {error}", file=sys.stderr)
         return NO_DEVICES
-    except EndFailed as error:
-        print(f"failed at the end: {error}", file=sys.stderr)
-        return AT_THE_END
     except (RuntimeError, ValueError, FencedOff) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
@@ -66,16 +58,16 @@ def run(config: RunConfig, disturber: Disturber, *, resume_from: str | None, sta
     with Session.open(config, run_id="amber", resume_from=resume_from) as session, ThreadPoolExecutor(4) as pool:
         disturber.session = session
         try:
-            drive(session, run=partial(run_at_once, pool))
+            drive(session, run=partial(run_at_once, pool), finish=partial(finish, state_path))
         except NoDevices:
             session.settle()
             raise
         disturber.is_over = True
-        try:
-            np.savez(state_path, **read_live(session))
-            session.finish()
-        except CommandError as error:
-            raise EndFailed(str(error)) from error
+
+
+def finish(state_path: str, session: Session) -> None:
+    np.savez(state_path, **read_live(session))
+    session.finish()
 
 
 def run_at_once(pool: ThreadPoolExecutor, session: Session, step: int) -> dict[str, Any]:

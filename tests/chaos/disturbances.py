@@ -25,7 +25,7 @@ from tests.chaos.doom import TRANSITION_MOMENTS
 KINDS = ("drain", "notice", "death", "return", "memory", "driver")
 STEP_POINTS = ("decide", "generate", "score", "infer_reference", "infer_logprobs", "infer_values",
                "estimate_advantages", "train_actor", "train_critic", "sync_weights", "finish_step",
-               "stage_state")  # fmt: skip
+               "stage_state", "finish")  # fmt: skip
 MOVE_POINTS = (*TRANSITION_MOMENTS, "way back", "way back to a commit")
 # Not every change of the plan comes to the other points, and few fail.
 _COMMON_POINTS = MOVE_POINTS[:8]
@@ -39,7 +39,7 @@ class Disturbance:
     Attributes:
         kind: one of KINDS.
         point: one of STEP_POINTS or MOVE_POINTS.
-        step: of a point of STEP_POINTS.
+        step: of a point of STEP_POINTS, all but "finish", which is no step's.
         nth: of a point of MOVE_POINTS: how often the driver must have come to it, from 1.
         delay_s: from the point on.
         device: the how-many-th of those that it can happen to.
@@ -64,6 +64,7 @@ class Disturbance:
 
     def __str__(self) -> str:
         where = f"{self.point} #{self.nth}" if self.is_in_move else f"{self.point} of step {self.step}"
+        where = "finish" if self.point == "finish" else where
         deadline = "" if self.kind != "drain" or self.deadline_s is None else f" in {self.deadline_s:g} s"
         return f"{self.kind}{deadline} at {where} + {self.delay_s:.3f} s"
 
@@ -99,7 +100,7 @@ class Disturber:
 
     def __init__(self, todo: Sequence[Disturbance], report: str) -> None:
         self.session: Session | None = None  # nothing happens before there is one
-        self.is_over = False  # nor when all steps are done
+        self.is_over = False  # nor when all is done
         self._todo, self._report = list(todo), report
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # primitives run on threads
@@ -123,8 +124,9 @@ class Disturber:
 
     def _is_met(self, one: Disturbance, point: str) -> bool:
         assert self.session is not None
-        when = one.nth == self._counts[point] if one.is_in_move else one.step == self.session.next_step
-        return one.point == point and when
+        if one.is_in_move:
+            return one.point == point and one.nth == self._counts[point]
+        return one.point == point and (point == "finish" or one.step == self.session.next_step)
 
     def _act(self, one: Disturbance) -> None:
         assert self.session is not None

@@ -41,6 +41,7 @@ class FakeSession:
         self.flow_run_id: str | None = None
         self.resume_from: str | None = None
         self.closed = False
+        self.is_whole = True
         self._lock = threading.Lock()
 
     @classmethod
@@ -63,12 +64,14 @@ class FakeSession:
     def decide(self, step: int) -> dict[str, Any] | None:
         if self.ends_at == step:
             raise NoDevices(f"There are no devices from step {step} on.")
+        self.is_whole = True
         return self.decisions.get(step)
 
     def make_ready(self, step: int, error: Exception) -> dict[str, Any]:
         self._note("make_ready", step)
         if self.fail_at is not None and self.losses > 1:
             FakeSession.losses -= 1
+            self.is_whole = False
             return {"step": step}
         raise error
 
@@ -117,6 +120,8 @@ class FakeSession:
         return []
 
     def finish(self) -> dict[str, Any]:
+        assert self.is_whole, "ended on what is left of a plan"
+        self._note("finish", self.next_step)
         return {"run_dir": self.run_dir, "final": f"{self.run_dir}/final", "staged_state": self.newest_state}
 
     def _note(self, name: str, step: int) -> dict[str, Any]:

@@ -81,6 +81,15 @@ def test_a_step_that_loses_a_device_is_done_again(tmp_path: Path, monkeypatch: p
     assert session.closed
 
 
+def test_an_end_that_loses_a_device_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeSession, "fail_at", ("finish", 2))
+    monkeypatch.setattr(FakeSession, "losses", 3)
+    with pytest.raises(CommandError, match="device 1 died in finish of step 2"):
+        flows.ppo.train_ppo(config_in(tmp_path, "steps=2"))
+    at_the_end = [name for name, at in FakeSession.opened["amber"].calls if at == 2]
+    assert at_the_end == ["finish", "make_ready"] * 3
+
+
 def test_without_devices_the_run_commits_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FakeSession, "ends_at", 2)
     with pytest.raises(NoDevices, match="no devices from step 2 on"):

@@ -42,20 +42,26 @@ def drive(
     each: Callable[[int, dict[str, Any]], None] = lambda *_: None,
     *,
     run: Callable[[Session, int], dict[str, Any]] = run_step,
+    finish: Callable[[Session], None] | None = None,
 ) -> None:
     """Run all steps that are left as the flow does, the plan under control.
 
     Args:
         each: sees the metrics of every step.
         run: runs a step and returns its metrics.
+        finish: ends the run, and is done again like a step.
     """
-    while (step := session.next_step) < session.config.steps:
+    while (step := session.next_step) < session.config.steps or finish is not None:
         try:
-            session.decide(step)
-            if session.transition_due(step):
-                session.begin_transition(step)
-                if session.run_transition()["outcome"] != "committed":
-                    continue
+            if step < session.config.steps or not session.is_whole:
+                session.decide(step)
+                if session.transition_due(step):
+                    session.begin_transition(step)
+                    if session.run_transition()["outcome"] != "committed":
+                        continue
+            if step == session.config.steps and finish is not None:
+                finish(session)
+                return
             metrics = run(session, step)
             session.stage_state(step)
         except STEP_FAILURES as error:

@@ -2,11 +2,15 @@
 
 import itertools
 import time
+from typing import Literal
 
 import pytest
 
 from nereus.catalog import cluster_preset
 from nereus.cluster import Cluster
+from nereus.controller.decision import Boundary
+from nereus.controller.planning import CostPlanning
+from nereus.controller.prices import MovePrices
 from nereus.cost.efficiency import CONSERVATIVE
 from nereus.cost.load import StepLoad
 from nereus.cost.step import JobSpec
@@ -111,6 +115,25 @@ def test_staging_that_was_not_committed_is_written_first():
     committed, fresh = (pricer.estimate(*plans, CONSERVATIVE, committed=c) for c in (True, False))
     assert fresh.staged_s > committed.staged_s
     assert fresh.direct_s == committed.direct_s
+
+
+def test_a_job_that_moves_by_one_transport_is_told_what_that_one_costs():
+    job, plan = job_of("actor.training"), Plan.of({"actor.training": stage(1, 2, 2)})
+    target = Plan.of({"actor.training": stage(1, 2, 2, first=4)})
+
+    def price(transport: Literal["auto", "direct", "staged"], lost: frozenset[int], committed: bool = True):
+        boundary = Boundary(3, A100, job.load, 100.0, lost=lost)
+        planning = CostPlanning(job, A100, transport=transport, committed=committed)
+        return planning.price(boundary, CONSERVATIVE, plan, target)
+
+    alive, lost = frozenset[int](), frozenset({1})
+    auto, direct, staged = (price(transport, alive) for transport in ("auto", "direct", "staged"))
+    assert auto.transport == direct.transport == "direct" and staged.transport == "staged"
+    assert auto.seconds == direct.seconds == auto.direct_s < staged.seconds == auto.staged_s
+    assert direct.to_record()["staged"] is None and staged.to_record()["direct"] is None
+    assert price("staged", alive, committed=False).seconds > staged.seconds
+    assert price("direct", lost).seconds == price("staged", lost).seconds  # what nobody holds is read all the same
+    assert MovePrices([(0.1, 0.2)]).correct(direct).seconds == MovePrices([(0.1, 0.2)]).correct(auto).seconds
 
 
 def test_the_matrix_has_the_numbers_of_the_single_prices():

@@ -127,9 +127,9 @@ class ElasticSteps(StagedSteps):
         living = frozenset(self._engine.pids())
         dead = sorted(set(self.plan.devices) - living - self._lost)
         if dead:
-            text = f"device {dead[0]} was lost before the transition of step {step}"
+            text = f"device {dead[0]} was lost before step {step}"
             self._engine.mark_broken(text)
-            raise CommandError(text, device=dead[0], label="transition", step=step)
+            raise CommandError(text, device=dead[0], label="session", step=step)
         return living
 
     def _move(

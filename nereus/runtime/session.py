@@ -163,8 +163,14 @@ class Session(RedoneSteps):
         return metrics
 
     def finish(self) -> dict[str, Any]:
-        """Commit the last step, write the actor to RUN_DIR/final as a Hugging Face checkpoint, say where they lie."""
+        """Commit the last step, write the actor to RUN_DIR/final as a Hugging Face checkpoint, say where they lie.
+
+        Raises:
+            CommandError: a worker was lost or failed; where the plan may change, `make_ready` leads on.
+        """
         self._stage_last()
+        if self.adapts:  # else what is left of the plan may be enough for the checkpoint
+            self._living(self.next_step)
         name, source = "actor.training", self.job.sources["actor.training"]
         export = begin_export(
             self._records.path("final"),

@@ -109,7 +109,7 @@ def test_a_worker_that_died_before_the_transition_is_missed(
     killed: list[int] = []
     run = runs.run(tmp_path / "run", SCENARIOS["merge"], None, prepare)
     assert killed and run.outcomes == "recovered, committed"
-    assert "device 1 was lost before the transition of step 2" in run.lines[0]["reason"]
+    assert "device 1 was lost before step 2" in run.lines[0]["reason"]
     assert_same(run, base)
 
 

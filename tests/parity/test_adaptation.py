@@ -48,6 +48,10 @@ class StruckSession(Session):
 
     strike: Strike = staticmethod(lambda *_: None)
 
+    def finish(self) -> dict[str, Any]:
+        self.strike(self, self.next_step, "finish")
+        return super().finish()
+
 
 def _struck(name: str) -> Callable[..., Any]:
     def method(self: StruckSession, step: int) -> Any:
@@ -80,10 +84,10 @@ def train(run_dir: Path, strike: Strike | None = None, **changes: Any) -> Adapte
             session._owns_engine = True  # workers come and go with the plan
             if strike is not None:
                 session.strike = strike
-            drive(session, lambda _, metrics: result.metrics.append(metrics))
+            drive(session, lambda _, metrics: result.metrics.append(metrics), finish=lambda session: session.finish())
+            assert session.newest_state is not None and session.newest_state["step"] == config.steps - 1
             for name in ("actor.training", "critic.training"):
                 result.state[name] = read_whole_state(session, engine, name)
-            session.finish()
     result.metrics = read_records(os.fspath(run_dir / "metrics.jsonl"))
     result.tokens = [metrics["rollouts_digest"] for metrics in result.metrics]
     result.decisions = read_records(os.fspath(run_dir / "decisions.jsonl"))
@@ -121,13 +125,18 @@ def test_devices_go_and_come_back(fixed: Adapted, tmp_path: Path) -> None:
 SOME = ("train_critic",)
 
 
-@pytest.mark.parametrize("method", [m if m in SOME else pytest.param(m, marks=pytest.mark.long) for m in METHODS])
+@pytest.mark.parametrize(
+    "method", [m if m in SOME else pytest.param(m, marks=pytest.mark.long) for m in (*METHODS, "finish")]
+)
 def test_a_worker_that_dies_in_mid_step(method: str, fixed: Adapted, tmp_path: Path) -> None:
-    """Before any update the step begins anew from live copies, or else from the last commit; nothing is lost."""
+    """Before any update the step begins anew from live copies, or else from the last commit; nothing is lost.
+
+    The same at the end of the run.
+    """
     struck = []
 
     def strike(session: Session, step: int, name: str) -> None:
-        if step == 4 and name == method and not struck:
+        if step in (4, STEPS) and name == method and not struck:
             struck.append(step)
             os.kill(session.worker_pids()[1], signal.SIGKILL)
 

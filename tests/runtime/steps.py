@@ -42,7 +42,7 @@ def drive(
     each: Callable[[int, dict[str, Any]], None] = lambda *_: None,
     *,
     run: Callable[[Session, int], dict[str, Any]] = run_step,
-    finish: Callable[[Session], None] | None = None,
+    finish: Callable[[Session], object] | None = None,
 ) -> None:
     """Run all steps that are left as the flow does, the plan under control.
 

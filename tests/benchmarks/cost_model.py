@@ -2,6 +2,7 @@
 
 Plans are executed in many settings. The model learns from some of the settings, by the code that a running job learns
 with, and predicts the others: latency of a step, memory, and which plan is the fastest, which is then executed too.
+Where another one was faster, both are executed again, in turns: the machine may have changed between the two.
 Steps in which the system kept a worker waiting for a core are run again (`cost_runs`); the records of all runs are
 written beside the table, and `--from` reads them instead of executing anything again.
 """
@@ -36,6 +37,8 @@ from tests.benchmarks.cost_runs import execute, read_outcome
 from tests.benchmarks.report import DEFAULT_MODEL, OUT_DIR, describe_run, print_table, require_model, write_record
 
 DEVICES = (0, 1)
+# How often the chosen plan and the fastest one are executed again.
+_DUEL_TURNS = 2
 # Goals of the model: mean and largest error of a step's latency, the chosen plan against the best, and memory.
 MEAN_ERROR, MAX_ERROR, MOST_REGRET, MEMORY_ERROR = 0.10, 0.25, 0.05, 0.15
 
@@ -79,13 +82,15 @@ def run_family(settings: Sequence[CostSetting], model: str) -> Record:
         engine.start(DEVICES)
         kind = _measure(engine, config.precision, config.cluster.memory_per_device)
         runs: list[Record] = []
+        duels: dict[str, Record] = {}
         for setting in sorted(settings, key=lambda one: not one.calibrates):
             for name, plan in setting.plans.items():
                 runs.append(execute(setting, name, plan, engine))
                 _say(runs[-1])
             if not setting.calibrates:
                 runs += _execute_choice(setting, runs, kind, engine)
-    return {"kind": kind_record(kind), "runs": runs}
+                duels |= _compare(setting, runs, kind, engine)
+    return {"kind": kind_record(kind), "runs": runs, "duels": duels}
 
 
 def _on_model(setting: CostSetting, model: str) -> CostSetting:
@@ -110,6 +115,22 @@ def _execute_choice(setting: CostSetting, runs: Sequence[Record], kind: NodeKind
     run = execute(setting, "chosen", chosen.to_record(), engine)
     _say(run)
     return [run]
+
+
+def _compare(setting: CostSetting, runs: Sequence[Record], kind: NodeKind, engine: Engine) -> dict[str, Record]:
+    """Execute the chosen plan and the fastest one in turns, if they are two; return their seconds under the setting."""
+    mine = [run for run in runs if run["setting"] == setting.name]
+    chosen = Model.learned(runs, kind).choose(mine[0]).to_record()
+    best = min(mine, key=lambda run: median(map(step_seconds, run["steps"])))
+    if best["plan"] == chosen:
+        return {}
+    seconds: dict[str, list[float]] = {"chosen": [], "best": []}
+    for _ in range(_DUEL_TURNS):
+        for which, plan in (("chosen", chosen), ("best", best["plan"])):
+            run = execute(setting, f"{which} again", plan, engine)
+            _say(run)
+            seconds[which] += map(step_seconds, run["steps"])
+    return {setting.name: seconds}
 
 
 def _say(run: Record) -> None:
@@ -207,7 +228,7 @@ class Model:
         )
         length = float(frame.cap_tokens) + frame.prompt_margin_tokens
         boundary = Boundary(0, frame.cluster, load, length, memory_factor=self.adaptation.calibration.memory.factor())
-        return frame.planning().search(boundary, self.adaptation.calibration.efficiencies(), None)
+        return frame.planning.search(boundary, self.adaptation.calibration.efficiencies(), None)
 
 
 def step_seconds(step: Record) -> float:
@@ -228,7 +249,7 @@ def report(name: str, family: Record) -> Record:
     print_table(f"{name}: plans of settings that the model hasn't seen", columns, [_cells(row) for row in rows],
                 num_names=2)  # fmt: skip
     errors = [abs(row["error"]) for row in rows]
-    regrets = _regrets(rows, runs, model)
+    regrets = _regrets(rows, runs, model, family.get("duels", {}))
     print_table(
         f"{name}: the plan chosen by prediction against the best one executed",
         ("setting", "chosen", "best", "chosen s", "best s", "slower by %"),
@@ -296,8 +317,13 @@ def _cells(row: Record) -> tuple[Any, ...]:
     )
 
 
-def _regrets(rows: Sequence[Record], runs: Sequence[Record], model: Model) -> list[tuple[str, Record, Record, float]]:
-    """Return by setting the row of the chosen plan and of the best, and by how much the former was slower."""
+def _regrets(
+    rows: Sequence[Record], runs: Sequence[Record], model: Model, duels: Mapping[str, Record]
+) -> list[tuple[str, Record, Record, float]]:
+    """Return by setting the row of the chosen plan and of the best, and by how much the former was slower.
+
+    Where they were executed again in turns, these seconds count.
+    """
     result = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == setting]
@@ -308,6 +334,11 @@ def _regrets(rows: Sequence[Record], runs: Sequence[Record], model: Model) -> li
             name = same[0] if same else min(mine, key=lambda row: row["predicted_s"])["plan"]
             chosen = next(row for row in mine if row["plan"] == name)
         best = min(mine, key=lambda row: row["measured_s"])
+        if setting in duels:
+            chosen, best = (
+                {**row, "measured_s": median(duels[setting][which])}
+                for row, which in ((chosen, "chosen"), (best, "best"))
+            )
         result.append((setting, chosen, best, chosen["measured_s"] / best["measured_s"] - 1))
     return result
 

@@ -49,7 +49,7 @@ bench: setup smollm2  ## measure side by side; prints tables, writes build/bench
 bench-cost: setup smollm2  ## plans predicted and executed: latency, memory, the choice (20 minutes, idle machine)
 	$(BIN)/python -m tests.benchmarks.cost_model
 
-bench-adapt: setup  ## whole runs under each policy while responses grow and devices go (25 minutes, idle machine)
+bench-adapt: setup  ## whole runs under each policy while responses grow and devices go (20 minutes, idle machine)
 	$(BIN)/python -m tests.benchmarks.adapt
 
 slow: setup  ## the tests that take minutes: learning, and SmolLM2 where `make smollm2` has fetched it

@@ -75,10 +75,10 @@ def measure(recipe: str, *, steps: int) -> dict[str, Any]:
             Session.open(config, run_id="measuring") as session,
         ):
             run_command, run = session._run, account.timed("memory", session._run)
-            session._run = lambda label, *rest: (run if label == "memory" else run_command)(label, *rest)
-            session._learn = account.timed("learn", session._learn)
-            session._predict = account.timed("predict", session._predict)
-            session.decide = account.timed("decide", session.decide)
+            session._run = lambda label, *rest: (run if label == "memory" else run_command)(label, *rest)  # type: ignore[method-assign]
+            session._learn = account.timed("learn", session._learn)  # type: ignore[method-assign]
+            session._predict = account.timed("predict", session._predict)  # type: ignore[method-assign]
+            session.decide = account.timed("decide", session.decide)  # type: ignore[method-assign]
 
             def note(_: int, metrics: dict[str, Any]) -> None:
                 parts = account.take()

@@ -73,7 +73,7 @@ class BenchRank(Rank):
             run(*arguments)
             inner += time.perf_counter() - begun
 
-        OneForwardOneBackward.run = timed  # type: ignore[method-assign]
+        OneForwardOneBackward.run = timed  # type: ignore[method-assign, assignment]
         try:
             started = time.perf_counter()
             unit.train(work, learning_rate)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,18 +21,18 @@ class StagedRank(Rank):
     def fill(self, model_stage: str) -> int:
         """Fill parameters and moments with the numbers of `whole_tensor`; return the bytes of all."""
         with torch.no_grad():
-            return sum(live.copy_(expected).nbytes for live, expected in self._tensors(model_stage))
+            return sum(live.copy_(expect()).nbytes for live, expect in self._tensors(model_stage))
 
     def spoil(self, model_stage: str) -> None:
         """Overwrite all that `fill` writes."""
         with torch.no_grad():
-            for live, _ in self._tensors(model_stage, with_expected=False):
+            for live, _ in self._tensors(model_stage):
                 live.fill_(torch.nan)
 
     def count_differing(self, model_stage: str) -> int:
         """Return how many elements are not those that `fill` writes."""
         with torch.no_grad():
-            return sum(int((live != expected).sum()) for live, expected in self._tensors(model_stage))
+            return sum(int(live.ne(expect()).sum()) for live, expect in self._tensors(model_stage))
 
     def mark_memory(self) -> None:
         """Begin to measure what is held beside the tensors of now."""
@@ -42,13 +43,17 @@ class StagedRank(Rank):
         """Return the most bytes held beside the tensors since `mark_memory`."""
         return peak_rss_bytes() - self._marked_bytes
 
-    def _tensors(self, model_stage: str, *, with_expected: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _tensors(self, model_stage: str) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """Yield each staged tensor with what returns the numbers that belong there."""
         staged = self.units[model_stage].staged
         assert staged is not None
         shapes = staged_shapes(staged.spec)
         for part in wanted_slices(staged.spec, staged.shard.layout, staged.shard.rank):
-            expected = _cut(whole_tensor(part.name, shapes[part.name]), part) if with_expected else None
-            yield staged.find(part), expected
+            yield staged.find(part), partial(_expected, part, shapes[part.name])
+
+
+def _expected(part: TensorSlice, shape: tuple[int, ...]) -> Tensor:
+    return _cut(whole_tensor(part.name, shape), part)
 
 
 def whole_tensor(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -59,7 +59,7 @@ def attention_flops(spec: ModelSpec, lengths: Sequence[int]) -> float:
 
 def measure(model: str, precision: str, *, threads: int, num_samples: int, repeats: int) -> dict[str, Any]:
     """Return the record of one precision: seconds and GFLOP/s of the step and of its products."""
-    tree = {
+    tree: dict[str, Any] = {
         "precision": precision,
         "rollout": {"prompts_per_step": num_samples, "max_response_tokens": RESPONSE_TOKENS},
         "ppo": {"minibatches": 1},

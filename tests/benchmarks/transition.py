@@ -78,7 +78,7 @@ CASES = (
 def measure(case: Case, model: str | Mapping[str, Any], folder: Path, *, repeats: int) -> list[dict[str, Any]]:
     """Return a record for each move of a case."""
     samples: dict[tuple[str, str], list[dict[str, Sample]]] = {move: [] for move in case.moves}
-    moved: dict[tuple[str, str], dict[str, int]] = {}
+    moved: dict[tuple[str, str], dict[str, Any]] = {}
     with (
         tempfile.TemporaryDirectory(dir=MEMORY) as memory,
         Ours(model, case.layouts, memory) as ours,
@@ -89,12 +89,12 @@ def measure(case: Case, model: str | Mapping[str, Any], folder: Path, *, repeats
             for way in WAYS:
                 for move, sample in _there_and_back(ours, case, way, moved, check=turn == 0):
                     of_turn[move][way.name] = sample
-            for move, sample in of_turn.items():
-                for way in RAW:
-                    sample[f"raw {way}"] = {"seconds": ours.exchange(way, moved[move]["traffic"])}  # type: ignore[arg-type]
+            for move, of_move in of_turn.items():
+                for raw in RAW:
+                    of_move[f"raw {raw}"] = {"seconds": ours.exchange(raw, moved[move]["traffic"])}
                 for place, root in (("tmpfs", memory), ("disk", os.fspath(folder))):
-                    sample[f"dcp {place}"] = _dcp(peers, move[0], case.peer_target[move[1]], root, check=turn == 0)
-                samples[move].append(sample)
+                    of_move[f"dcp {place}"] = _dcp(peers, move[0], case.peer_target[move[1]], root, check=turn == 0)
+                samples[move].append(of_move)
     return [_record(move, moved[move], turns[1:]) for move, turns in samples.items()]
 
 

@@ -113,7 +113,8 @@ def measure_planning(num_devices: int, *, repeats: int) -> list[dict[str, Any]]:
 
 def measure_schedules(count: int) -> dict[str, float]:
     """Return how much longer our schedules are than the shortest, where that is found."""
-    ratios, seed = [], 10_000
+    ratios: list[float] = []
+    seed = 10_000
     while len(ratios) < count:
         seed += 1
         rng = random.Random(seed)

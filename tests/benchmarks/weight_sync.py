@@ -87,8 +87,11 @@ def traffic_of(workers: Workers) -> Traffic:
 
 def measure(case: Case, model: str, *, repeats: int) -> dict[str, Any]:
     """Return the record of one pair of layouts: GB/s of the sync and of both raw ways."""
-    other = {"critic.training": {}, "reference.inference": {}}
-    tree = {"plan": {TRAINING: case.training, GENERATION: case.generation, **other}, "precision": "float32"}
+    other: dict[str, Any] = {"critic.training": {}, "reference.inference": {}}
+    tree: dict[str, Any] = {
+        "plan": {TRAINING: case.training, GENERATION: case.generation, **other},
+        "precision": "float32",
+    }
     tree["rollout"] = {"max_prompt_tokens": 16, "max_response_tokens": 16, "prompts_per_step": 4}
     with open_workers(model, devices=case.devices, threads=1, gib=6, **tree) as workers:
         epoch = workers.build([TRAINING, GENERATION])

@@ -73,6 +73,7 @@ def _print_stretches(by_policy: Mapping[str, Sequence[Record]]) -> None:
     rows, columns = [], ["policy"]
     for policy, runs in by_policy.items():
         split = [stretches(run["steps"]) for run in runs]
+        split = [one for one in split if len(one) == len(split[0])]
         columns = ["policy", *(describe_stretch(steps) for steps in split[0])]
         seconds = [[sum(step["seconds"]["total"] for step in steps) for steps in one] for one in split]
         rows.append((policy, *(median(column) for column in zip(*seconds, strict=True))))
@@ -99,7 +100,7 @@ def stretches(steps: Sequence[Record]) -> list[list[Record]]:
 
 
 # Steps; where devices change sooner, the stretch is all the time in which they do.
-_SHORT_STRETCH = 3
+_SHORT_STRETCH = 5
 
 
 def describe_stretch(steps: Sequence[Record]) -> str:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ _SWITCH_INTERVAL_S = 2e-4
 _BESIDE_THREADS = MOST_SHARDS_IN_FLIGHT + 1
 _CPU_ALLOCATOR_ERRORS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc",
                          "can't start new thread")  # fmt: skip
+# In Python a thread whose first memory is refused never says that it has begun, and who has started it waits for ever:
+# a thread that is still about to begin after so many beats ends the process.
+_MOST_BEATS_TO_BEGIN = 5
 # What oneDNN says where it can't map memory for the code that it generates; of shapes it can't do, it says more.
 _ONEDNN_REFUSAL = "could not create a primitive"
 
@@ -307,15 +311,27 @@ class _Worker:
                 self._stream.send(("notice",))
 
     def _beat(self) -> None:
-        """Tell the driver that this process runs; end with the nursery, should the socket outlive the driver."""
-        nursery = os.getppid()
+        """Tell the driver that this process runs; end with the nursery, should the socket outlive the driver.
+
+        End as well when a thread can't begin: whoever has started it would hang.
+        """
+        nursery, beats_to_begin = os.getppid(), Counter[threading.Thread]()
         while os.getppid() == nursery:
+            beginning = set(_threads_about_to_begin())
+            beats_to_begin = Counter({thread: beats_to_begin[thread] + 1 for thread in beginning})
+            if any(beats > _MOST_BEATS_TO_BEGIN for beats in beats_to_begin.values()):
+                sys.stderr.write("a thread could not begin, for want of memory most likely; this process ends\n")
+                break
             try:
                 self._stream.send(("beat", rss_bytes()))
             except OSError:
                 break
             time.sleep(self._settings.heartbeat_s)
         os._exit(1)
+
+
+def _threads_about_to_begin() -> list[threading.Thread]:
+    return list(getattr(threading, "_limbo", {}).values())
 
 
 def _set_up_process(settings: WorkerSettings, device: int, cores: list[int] | None) -> None:

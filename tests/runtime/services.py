@@ -3,6 +3,7 @@
 import mmap
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ class PlainService:
     def end(self, code: int) -> None:
         """End the process in mid-command."""
         os._exit(code)
+
+    def start_a_thread_without_memory(self) -> None:
+        """Start a thread whose first allocation is refused, so that it never says that it has begun."""
+        threading._start_new_thread = lambda *_: None  # type: ignore[attr-defined]
+        threading.Thread(target=print).start()
 
     def unpicklable(self) -> Any:
         """Return what no message can carry."""

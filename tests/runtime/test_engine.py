@@ -160,6 +160,14 @@ def test_a_cap_makes_the_allocator_fail() -> None:
         assert caught.value.out_of_memory
 
 
+def test_a_worker_in_which_a_thread_cannot_begin_is_lost_and_hangs_nobody() -> None:
+    with LocalEngine(PLAIN, heartbeat_s=0.1) as engine:
+        engine.start([0])
+        with pytest.raises(CommandError, match="device 0 was lost"):
+            kwargs: dict[int, dict[str, Any]] = {0: {}}
+            run_command(engine, "start_a_thread_without_memory", kwargs, label="threads", step=None, timeout_s=30.0)
+
+
 def test_a_service_that_cannot_be_made_is_named() -> None:
     failing = PLAIN.replace("Plain", "Failing")
     reason = "device 0 failed during start: ValueError: no service on device 0"

@@ -130,9 +130,20 @@ CONSERVATIVE_CPU = Efficiencies(
 )
 
 
-def first_guess(*, accelerator: bool) -> Efficiencies:
-    """Return what is believed before anything was measured, of accelerators or of slots of a CPU."""
-    return CONSERVATIVE if accelerator else CONSERVATIVE_CPU
+# A rank waits for peers in each step of theirs, much as for a message.
+_LIKE_A_MESSAGE = ("all_reduce", "all_gather")
+
+
+def first_guess(*, accelerator: bool, message_s: float | None = None) -> Efficiencies:
+    """Return what is believed before a step was measured, of accelerators or of slots of a CPU.
+
+    Args:
+        message_s: seconds of a small message between two of the devices, where a probe has measured them.
+    """
+    guess = CONSERVATIVE if accelerator else CONSERVATIVE_CPU
+    if message_s is None:
+        return guess
+    return replace(guess, latency_s={**guess.latency_s, **dict.fromkeys(_LIKE_A_MESSAGE, message_s)})
 
 
 # What public measurements of single kernels and links on H100 machines reach, for comparison with published step times.

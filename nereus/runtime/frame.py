@@ -39,6 +39,7 @@ class Frame:
         micro_batch: the most that the user allows; None: as memory does.
         transport: how state moves.
         commits_every_step: whether what is staged is there already when the plan changes.
+        message_s: seconds of a small message between two devices; None: not measured.
     """
 
     spec: JobSpec
@@ -48,6 +49,7 @@ class Frame:
     micro_batch: int | None
     transport: Literal["auto", "direct", "staged"] = "auto"
     commits_every_step: bool = True
+    message_s: float | None = None
 
     @classmethod
     def of(
@@ -88,7 +90,7 @@ class Frame:
 
     def with_kind(self, kind: NodeKind) -> Frame:
         """Return the frame on machines as they were measured."""
-        return replace(self, cluster=replace(self.cluster, kind=kind))
+        return replace(self, cluster=replace(self.cluster, kind=kind), message_s=kind.intra_node.latency_s)
 
     @cached_property
     def planning(self) -> CostPlanning:
@@ -97,7 +99,7 @@ class Frame:
 
     def calibration(self) -> Calibration:
         """Return what is believed of the machines before a step was measured."""
-        return Calibration(first_guess(accelerator=self.cluster.kind.accelerator))
+        return Calibration(first_guess(accelerator=self.cluster.kind.accelerator, message_s=self.message_s))
 
     def boundary(self, step: int, memory_tokens: float, devices: Sequence[int] | None = None) -> Boundary:
         """Return what is known before the first step: the devices (None: all) and lengths that are guesses.

@@ -7,7 +7,7 @@ import pytest
 
 from nereus.catalog import cluster_preset
 from nereus.cost.calibration import Calibration
-from nereus.cost.efficiency import CLASSES, CONSERVATIVE, Efficiencies
+from nereus.cost.efficiency import CLASSES, CONSERVATIVE, CONSERVATIVE_CPU, Efficiencies, first_guess
 from nereus.cost.memory_factor import MemoryFactor
 from nereus.cost.operations import Operations
 from nereus.cost.step import estimate_step, step_operations
@@ -85,6 +85,15 @@ def test_what_says_nothing_is_ignored():
     calibration.observe(0, Operations(), 1.0)
     calibration.observe(0, Operations(work_s={"gemm": np.float64(1)}), 0.0)
     assert calibration.efficiencies().efficiency["gemm"] == pytest.approx(CONSERVATIVE.efficiency["gemm"])
+
+
+def test_a_measured_message_is_what_collectives_are_guessed_by():
+    assert first_guess(accelerator=False) is CONSERVATIVE_CPU and first_guess(accelerator=True) is CONSERVATIVE
+    measured = first_guess(accelerator=False, message_s=3e-5)
+    assert measured.latency_s["all_reduce"] == measured.latency_s["all_gather"] == 3e-5
+    others = [name for name in CLASSES if name not in ("all_reduce", "all_gather")]
+    assert all(measured.latency_s[name] == CONSERVATIVE_CPU.latency_s[name] for name in others)
+    assert measured.efficiency == CONSERVATIVE_CPU.efficiency
 
 
 def test_uncertainty_shrinks_for_what_is_seen_and_stays_for_the_rest():

@@ -120,9 +120,10 @@ class Communicator:
         watch = PeerWatch(abort)
         if size == 1:
             return cls(rank, size, None, watch)
-        client = distributed.TCPStore(*store_address, is_master=False, wait_for_workers=False)
-        store = distributed.PrefixStore(f"{name}/{epoch}", client)
         on_shared_memory = torch_device.type == "cpu" and same_host and shared_memory_is_ordered()
+        # The other groups' constructors hold a client while they wait in it.
+        client = _shared_client(store_address) if on_shared_memory else _new_client(store_address)
+        store = distributed.PrefixStore(f"{name}/{epoch}", client)
         group: _Group
         try:
             if on_shared_memory:
@@ -370,6 +371,30 @@ class _SharedGroup(SharedCollectives):
     def close(self) -> None:
         """Let go of the shared memory; it is freed when the last rank has done so."""
         self._mailbox.close()
+
+
+def _new_client(store_address: tuple[str, int]) -> distributed.TCPStore:
+    """Return a new client of the driver's store.
+
+    It asks the name service what its own address is called, which takes 5 s and more where that is out of reach.
+    """
+    return distributed.TCPStore(*store_address, is_master=False, wait_for_workers=False)
+
+
+_clients: dict[tuple[str, int], distributed.TCPStore] = {}
+
+
+def _shared_client(store_address: tuple[str, int]) -> distributed.TCPStore:
+    """Return the one client of this process, for calls that return at once; its calls take turns."""
+    known = _clients.get(store_address)
+    if known is not None:
+        try:
+            known.check(["a key"])
+            return known
+        except RuntimeError:  # of a store that is gone; another one has its port
+            pass
+    client = _clients[store_address] = _new_client(store_address)
+    return client
 
 
 def _meet_in_store(

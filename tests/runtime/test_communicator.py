@@ -11,9 +11,9 @@ import torch
 from torch.distributed import TCPStore
 
 from nereus.runtime import waiting
-from nereus.runtime.communicator import Communicator, CommunicatorAborted, CommunicatorError
+from nereus.runtime.communicator import Communicator, CommunicatorAborted, CommunicatorError, _shared_client
 from nereus.runtime.engine import run_command
-from nereus.runtime.local import LocalEngine
+from nereus.runtime.local import LocalEngine, _open_store
 from nereus.runtime.shared_reduce import DIRECT_BYTES, SLOT_BYTES
 
 GROUP = f"{__package__ or 'tests.runtime'}.services:GroupService"
@@ -207,3 +207,16 @@ def test_a_member_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             store_address=("127.0.0.1", store.port), name="alone", epoch=0, rank=0, size=3,
             torch_device=torch.device("cpu"), abort=threading.Event(),
         )  # fmt: skip
+
+
+def test_a_process_has_one_client_of_a_store_and_a_new_one_of_another_with_its_port() -> None:
+    """Each new client asks the name service, which may be out of reach."""
+    first = _open_store()
+    address = (first.host, first.port)
+    client = _shared_client(address)
+    assert _shared_client(address) is client
+    del first
+    second = TCPStore(*address, is_master=True, wait_for_workers=False)
+    second.set("key", "of the second")
+    other = _shared_client(address)
+    assert other is not client and other.get("key") == b"of the second"

@@ -103,6 +103,7 @@ class Decision:
 
     def to_record(self) -> dict[str, Any]:
         """Return the line of decisions.jsonl; infinite payback is null."""
+        price = self.price.to_record()
         record: dict[str, Any] = {
             "step": self.step,
             "trigger": list(self.trigger),
@@ -110,7 +111,7 @@ class Decision:
             "candidate": self.candidate.to_record(),
             "latency_current_s": self.latency_current_s,
             "latency_candidate_s": self.latency_candidate_s,
-            "transition_s": {key: self.price.to_record()[key] for key in ("direct", "staged")},
+            "transition_s": {"direct": price["direct"], "staged": price["staged"]},
             "horizon_steps": self.horizon_steps,
             "payback_steps": self.payback_steps if math.isfinite(self.payback_steps) else None,
             "verdict": self.verdict,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from nereus.cluster import Cluster
 from nereus.controller.decision import Boundary, Candidate
@@ -18,6 +17,7 @@ from nereus.planner import Setting, best_plans, best_with, refit_plan
 from nereus.planner.fit import Fitter
 from nereus.planner.refit import places_of
 from nereus.transition.price import TransitionPrice, TransitionPricer
+from nereus.transition.primitives import TransportChoice
 
 # Plans beyond the best that are weighed at a replan: slightly slower ones whose moves may be cheaper.
 RUNNERS_UP = 7
@@ -32,7 +32,7 @@ class CostPlanning:
         cluster: Cluster,
         *,
         runners_up: int = RUNNERS_UP,
-        transport: Literal["auto", "direct", "staged"] = "auto",
+        transport: TransportChoice = "auto",
         committed: bool = True,
     ) -> None:
         """Remember what stays the same.
@@ -43,7 +43,7 @@ class CostPlanning:
             committed: whether every boundary has a commit, or a pending one.
         """
         self._job, self._count = job, 1 + runners_up
-        self._transport: Literal["auto", "direct", "staged"] = transport
+        self._transport: TransportChoice = transport
         self._committed = committed
         self._pricer = TransitionPricer(job, cluster)
 

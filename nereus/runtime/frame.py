@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from nereus.cluster import Cluster, NodeKind, local_cluster
 from nereus.config import RunConfig
@@ -22,6 +22,7 @@ from nereus.data import PromptTokens
 from nereus.model.spec import ModelSpec
 from nereus.plan import Plan
 from nereus.transition.memory import TransitionMemory
+from nereus.transition.primitives import TransportChoice
 
 # Before the first step nobody knows how long responses are: half the cap is as good a guess as any for times.
 FIRST_SHARE_OF_CAP = 0.5
@@ -47,7 +48,7 @@ class Frame:
     cap_tokens: int
     prompt_margin_tokens: float
     micro_batch: int | None
-    transport: Literal["auto", "direct", "staged"] = "auto"
+    transport: TransportChoice = "auto"
     commits_every_step: bool = True
     message_s: float | None = None
 
@@ -84,8 +85,8 @@ class Frame:
             cap,
             longest - mean,
             micro_batch,
-            config.transport,
-            config.staging.every == 1,
+            transport=config.transport,
+            commits_every_step=config.staging.every == 1,
         )
 
     def with_kind(self, kind: NodeKind) -> Frame:

@@ -18,7 +18,7 @@ from nereus.transition.durations import durations
 from nereus.transition.local import GENERATION, StageChange, sides_of, stage_changes
 from nereus.transition.memory import TransitionMemory, format_bytes, resident_bytes
 from nereus.transition.order import SerialOrder
-from nereus.transition.primitives import Primitive, TransitionGraph
+from nereus.transition.primitives import Primitive, TransitionGraph, TransportChoice
 from nereus.transition.resource_edges import find_resource_edges
 from nereus.transition.shorten import shorten
 from nereus.transition.sources import one_part
@@ -40,7 +40,7 @@ def plan_transition(
     target: Plan,
     memory: TransitionMemory,
     *,
-    transport: Literal["auto", "direct", "staged"] = "auto",
+    transport: TransportChoice = "auto",
     staged_set: StagedSet = "none",
     lost: Collection[int] = frozenset(),
     node_of: NodeOf = one_node,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from nereus.cost.efficiency import Efficiencies
 from nereus.cost.step import JobSpec
 from nereus.plan import Plan
 from nereus.transition.moves import Moves, StageMove
+from nereus.transition.primitives import TransportChoice
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TransitionPrice:
     def transport(self) -> str:
         return "direct" if self.direct_s is not None and self.direct_s <= self.staged_s else "staged"
 
-    def only(self, transport: Literal["auto", "direct", "staged"]) -> TransitionPrice:
+    def only(self, transport: TransportChoice) -> TransitionPrice:
         """Return the price for a job that moves by one transport; what has no live holder is staged all the same."""
         if transport == "staged":
             return replace(self, direct_s=None)

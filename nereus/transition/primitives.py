@@ -12,6 +12,8 @@ from nereus.plan import Plan
 
 Kind = Literal["stage", "split", "destroy", "extend", "restore", "merge", "reshard", "move"]
 Transport = Literal["direct", "staged", "none"]
+# How a job may move; auto: by whichever is faster and fits.
+TransportChoice = Literal["auto", "direct", "staged"]
 
 # The local order of one model-stage's primitives; what comes last in a chain of conversions makes the target's units.
 KINDS: tuple[Kind, ...] = ("stage", "split", "destroy", "extend", "restore", "move", "reshard", "merge")

@@ -1,6 +1,6 @@
 """Runs of a recipe under several policies, a step of each in turn: where their drivers' time goes, beside the records.
 
-    python -m tests.benchmarks.adapt_run RECIPE FOLDER OUT.json POLICY ... [-- key=value ...]
+    python -m tests.benchmarks.adapt_run RECIPE FOLDER OUT.json POLICY ... -- [key=value ...]
 
 The steps are those of the flow, in its order and as parallel as there, without Prefect around them. While one run has
 its turn the others stand still, with their commits at an end, and their clocks too.
@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,7 +44,7 @@ class Stopwatch:
 
 def drive(session: Session, watch: Stopwatch, pool: ThreadPoolExecutor) -> Iterator[None]:
     """Run all steps, the plan under control; after each step it is another run's turn."""
-    session._clock.started_s = time.perf_counter()
+    session._clock.started_s = time.perf_counter()  # while others were opened, its clock stood still too
     while (step := session.next_step) < session.config.steps:
         try:
             with watch.during("decide"):
@@ -71,9 +71,9 @@ def drive(session: Session, watch: Stopwatch, pool: ThreadPoolExecutor) -> Itera
         session._clock.started_s += time.perf_counter() - stopped
 
 
-def take_turns(drives: Mapping[str, Iterator[None]]) -> None:
+def take_turns(drives: Iterable[Iterator[None]]) -> None:
     """Run a step of each in turn until all have ended; who was first is last in the next round."""
-    left = list(drives.values())
+    left = list(drives)
     while left:
         left = [drive for drive in left if next(drive, _ENDED) is not _ENDED]
         left = [*left[1:], *left[:1]]
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> None:
             config = load_config(recipe, [*overrides, f"adapt.policy={policy}", f"run_dir={folder}/{policy}"])
             with watch.during("open"):
                 sessions[policy] = stack.enter_context(Session.open(config, run_id=policy))
-        take_turns({policy: drive(session, watches[policy], pool) for policy, session in sessions.items()})
+        take_turns(drive(session, watches[policy], pool) for policy, session in sessions.items())
         records = [
             {
                 "policy": policy,

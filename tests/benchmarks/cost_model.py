@@ -88,8 +88,9 @@ def run_family(settings: Sequence[CostSetting], model: str) -> Record:
                 runs.append(execute(setting, name, plan, engine))
                 _say(runs[-1])
             if not setting.calibrates:
-                runs += _execute_choice(setting, runs, kind, engine)
-                duels |= _compare(setting, runs, kind, engine)
+                chosen = _choose(setting, runs, kind)
+                runs += _execute_choice(setting, chosen, runs, engine)
+                duels |= _compare(setting, chosen, runs, engine)
     return {"kind": kind_record(kind), "runs": runs, "duels": duels}
 
 
@@ -105,22 +106,24 @@ def _measure(engine: Engine, precision: str, memory_bytes: int) -> NodeKind:
     return measure_machine(engine, DEVICES, speeds, device_type="cpu", precision=precision, memory_bytes=memory_bytes)
 
 
-def _execute_choice(setting: CostSetting, runs: Sequence[Record], kind: NodeKind, engine: Engine) -> list[Record]:
-    """Execute the plan that the calibrated model takes for the fastest, if it wasn't among those executed."""
-    mine = [run for run in runs if run["setting"] == setting.name]
-    model = Model.learned(runs, kind)
-    chosen = model.choose(mine[0])
-    if any(run["plan"] == chosen.to_record() for run in mine):
+def _choose(setting: CostSetting, runs: Sequence[Record], kind: NodeKind) -> Record:
+    """Return the plan that the calibrated model takes for the fastest in a setting."""
+    run = next(run for run in runs if run["setting"] == setting.name)
+    return Model.learned(runs, kind).choose(run).to_record()
+
+
+def _execute_choice(setting: CostSetting, chosen: Record, runs: Sequence[Record], engine: Engine) -> list[Record]:
+    """Execute the chosen plan, if it wasn't among those executed."""
+    if any(run["plan"] == chosen for run in runs if run["setting"] == setting.name):
         return []
-    run = execute(setting, "chosen", chosen.to_record(), engine)
+    run = execute(setting, "chosen", chosen, engine)
     _say(run)
     return [run]
 
 
-def _compare(setting: CostSetting, runs: Sequence[Record], kind: NodeKind, engine: Engine) -> dict[str, Record]:
+def _compare(setting: CostSetting, chosen: Record, runs: Sequence[Record], engine: Engine) -> dict[str, Record]:
     """Execute the chosen plan and the fastest one in turns, if they are two; return their seconds under the setting."""
     mine = [run for run in runs if run["setting"] == setting.name]
-    chosen = Model.learned(runs, kind).choose(mine[0]).to_record()
     best = min(mine, key=lambda run: median(map(step_seconds, run["steps"])))
     if best["plan"] == chosen:
         return {}

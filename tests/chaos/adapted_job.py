@@ -66,6 +66,7 @@ def run(config: RunConfig, disturber: Disturber, *, resume_from: str | None, sta
 
 
 def finish(state_path: str, session: Session) -> None:
+    """Write what live memory holds, and end the run."""
     np.savez(state_path, **read_live(session))
     session.finish()
 

@@ -21,6 +21,7 @@ from nereus.runtime.probe_compute import ComputeOrder, ComputeSpeeds, probe_comp
 from nereus.runtime.probe_work import ProbeOrder, ProbeResult, probe
 from nereus.runtime.rank_state import Counters, Restored, ShardWorks
 from nereus.runtime.rank_transition import RankTransition, SyncLink
+from nereus.runtime.shard_feeds import FeedEnd
 from nereus.runtime.training import TrainingStats, TrainingWork
 from nereus.runtime.transition_orders import BuildOrder, RestoreOrder, TransitionOrder, UnitKey
 from nereus.runtime.units import Unit, Units, key_of
@@ -188,9 +189,9 @@ class Rank:
         """Do this device's part of a primitive; return the bytes received or read."""
         return self._transition.run(primitive, restore)
 
-    def feed_shard(self, primitive_id: str, record: ShardRecord | None, failure: str | None) -> None:
-        """Tell a `restore` of another shard of its set; beside the other commands."""
-        self._transition.feed(primitive_id, record, failure)
+    def feed_shard(self, feed: str, item: ShardRecord | FeedEnd) -> None:
+        """Tell a `restore` of another shard of its set; beside the other commands, so in no order."""
+        self._transition.feeds.put(feed, item)
 
     def drop_primitive(self, primitive: Primitive) -> None:
         """Let go of what a failed primitive was making."""

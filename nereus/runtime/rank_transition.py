@@ -7,10 +7,8 @@ begin: connect -> run: primitive by primitive -> commit: units over the new link
 from __future__ import annotations
 
 import contextlib
-import queue
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -24,6 +22,7 @@ from nereus.plan import stage_of
 from nereus.runtime.communicator import Communicator, CommunicatorAborted
 from nereus.runtime.links import Links, connect_links
 from nereus.runtime.rank_state import Counters
+from nereus.runtime.shard_feeds import ShardFeeds
 from nereus.runtime.slice_transfer import LEAST_IN_FLIGHT, most_peers, plan_exchange, run_exchange
 from nereus.runtime.transition_orders import BuildOrder, RestoreOrder, TransitionOrder, UnitKey
 from nereus.runtime.unit_tensors import HeldTensors, named
@@ -34,14 +33,11 @@ from nereus.staged_state import PREFIXES
 from nereus.transition.chunks import Chunk, chunk_order
 from nereus.transition.copies import copies_of, restoration_of
 from nereus.transition.primitives import TRANSFER_BUFFER_BYTES, Primitive
-from storage.manifest import ShardRecord
 from storage.slices import TensorSlice
 from storage.state_reader import StateReader
 
 SyncLink = tuple[WeightSync, Communicator]
 _POLL_S = 0.1
-_FEED_LIMIT_S = 600.0
-_Fed = tuple[ShardRecord | None, str | None]
 
 
 @dataclass
@@ -79,7 +75,7 @@ class RankTransition:
     def __init__(self, context: WorkerContext, units: Units) -> None:
         self._context, self._units = context, units
         self._attempt: _Attempt | None = None
-        self._feeds: dict[str, queue.SimpleQueue[_Fed]] = defaultdict(queue.SimpleQueue)
+        self.feeds = ShardFeeds()
 
     # Connecting
 
@@ -141,8 +137,7 @@ class RankTransition:
         self._trim()
         if work.missing and target is not None:
             assert restore is not None, primitive.id
-            received += self._read(primitive.id, restore, work.missing, target)
-        self._feeds.pop(primitive.id, None)
+            received += self._read(restore, work.missing, target)
         if made is not None and target is not None:
             self._units.pool[UnitKey.of(made)] = target
         return received
@@ -200,7 +195,7 @@ class RankTransition:
         assert self._now.transfer is not None
         self._now.transfer.trim()
 
-    def _read(self, id: str, order: RestoreOrder, missing: Sequence[TensorSlice], target: HeldTensors) -> int:
+    def _read(self, order: RestoreOrder, missing: Sequence[TensorSlice], target: HeldTensors) -> int:
         """Fill what no unit on this device holds from the staged set, or from the model's source."""
         if order.source is not None:
             with contextlib.closing(order.source.open()) as source:
@@ -212,28 +207,10 @@ class RankTransition:
         with StateReader(order.folder, order.group, wanted, buffer_bytes=RESTORE_BUFFER_BYTES) as reader:
             for record in order.shards:
                 reader.feed(record)
-            for record in () if order.complete else self._fed(id):
+            for record in self.feeds.records(order.feed, self._check_abort) if order.feed else ():
                 reader.feed(record)
             self._finish(reader)
             return reader.bytes_read
-
-    def _fed(self, id: str) -> Iterator[ShardRecord]:
-        """Yield records as they come, until the set is complete."""
-        deadline = time.monotonic() + _FEED_LIMIT_S
-        while True:
-            self._check_abort()
-            try:
-                record, failure = self._feeds[id].get(timeout=_POLL_S)
-            except queue.Empty:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"{id} waited in vain for shards, {_FEED_LIMIT_S:g} s") from None
-                continue
-            if failure is not None:
-                raise CommunicatorAborted(f"the staged set will not be complete: {failure}")
-            if record is None:
-                return
-            yield record
-            deadline = time.monotonic() + _FEED_LIMIT_S
 
     def _finish(self, reader: StateReader) -> None:
         """Wait until all is read and found intact; an abort ends the wait."""
@@ -248,10 +225,6 @@ class RankTransition:
     def _check_abort(self) -> None:
         if self._context.abort.is_set():
             raise CommunicatorAborted("the command was aborted while it read staged state")
-
-    def feed(self, primitive_id: str, record: ShardRecord | None, failure: str | None) -> None:
-        """Hand a `restore` another record; from a thread beside, and perhaps before it starts."""
-        self._feeds[primitive_id].put((record, failure))
 
     def drop(self, primitive: Primitive) -> None:
         """Let go of what a primitive was making that failed on some device, perhaps not on this one."""
@@ -283,7 +256,7 @@ class RankTransition:
         attempt, self._attempt = self._now, None
         attempt.close_new()
         attempt.close_old()
-        self._feeds.clear()
+        self.feeds.clear()
         in_force = {unit.key for unit in self._units.in_force.values()}
         assert set(self._units.pool) == in_force, f"{set(self._units.pool) ^ in_force} is left over, or missing"
         self._units.forget_orders()
@@ -298,7 +271,7 @@ class RankTransition:
         for gone in attempt.dissolved.values():
             self._units.form(gone.order, gone.replica, gone.links, gone.counters, gone.policy_version)
         attempt.close_new()
-        self._feeds.clear()
+        self.feeds.clear()
         self._units.forget_orders()
 
     def release(self) -> None:
@@ -307,7 +280,7 @@ class RankTransition:
         if attempt is not None:
             attempt.close_new()
             attempt.close_old()
-        self._feeds.clear()
+        self.feeds.clear()
 
 
 @dataclass(frozen=True)

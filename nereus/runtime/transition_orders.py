@@ -65,13 +65,13 @@ class RestoreOrder:
     Attributes:
         group: of the staged set; empty where `source` is read instead.
         folder: of the set, any fsspec URL.
-        shards: records of its shards so far.
-        complete: whether these are all; else the others follow one by one.
+        shards: records of its shards; none where they follow one by one.
+        feed: by whose name they follow; empty where they are here.
         source: of a frozen model.
     """
 
     group: str = ""
     folder: str = ""
     shards: tuple[ShardRecord, ...] = ()
-    complete: bool = True
+    feed: str = ""
     source: ModelSource | None = None

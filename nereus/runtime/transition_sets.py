@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
 
 from nereus.plan import stage_of
 from nereus.runtime.engine import Engine
 from nereus.runtime.model_stages import next_epoch
+from nereus.runtime.shard_feeds import FeedEnd
 from nereus.runtime.sources import ModelSource
 from nereus.runtime.staging import Staging
 from nereus.runtime.transition_orders import RestoreOrder
@@ -41,6 +42,7 @@ class TransitionSets:
             committed: folder and manifest of the boundary's commit, where it has ended already.
         """
         self._engine, self._staging, self._sources, self._step = engine, staging, sources, step
+        self._attempt = next_epoch()
         self._orders: dict[str, RestoreOrder] = {}
         self._readers: dict[str, list[Primitive]] = {}
         for primitive in graph.primitives:
@@ -57,8 +59,8 @@ class TransitionSets:
         if stage_of(name) == "inference":
             return RestoreOrder(source=self._sources[name])
         order = self._orders[_group_of(name)]
-        # Its records were handed to the readers that were announced; one that comes later gets them all at once.
-        return RestoreOrder(order.group, order.folder, (), complete=False) if primitive.streams else order
+        # Its records go to the readers that were announced, from the first on; one that isn't gets them all at once.
+        return replace(order, shards=(), feed=self._feed_of(primitive)) if primitive.streams else order
 
     def stage(self, primitive: Primitive, on_start: Callable[[], None]) -> int:
         """Have a model-stage's state written, or follow the commit that writes it; return the bytes written for this.
@@ -78,13 +80,13 @@ class TransitionSets:
     def _write(self, primitive: Primitive, group: str, on_start: Callable[[], None]) -> int:
         epoch = next_epoch()
         folder = self._staging.transition_folder(self._step, epoch)
-        self._orders[group] = RestoreOrder(group, folder, (), complete=False)
+        self._orders[group] = RestoreOrder(group, folder)
         on_start()
         records = self._staging.write_transition_set(
             self._step, epoch, group, lambda record: self._feed(primitive, record)
         )
         self._orders[group] = RestoreOrder(group, folder, tuple(records))
-        self._feed(primitive, None)
+        self._feed(primitive, FeedEnd(len(records)))
         return sum(piece.stop - piece.start for record in records for piece in record.pieces)
 
     def _follow(self, primitive: Primitive, group: str, on_start: Callable[[], None]) -> None:
@@ -101,13 +103,13 @@ class TransitionSets:
                 self._feed(primitive, record)
 
         folder = self._staging.follow(take)
-        self._orders[group] = RestoreOrder(group, folder, (), complete=False)
+        self._orders[group] = RestoreOrder(group, folder)
         on_start()
         self.wait_for(done.wait, "the pending commit to end")
         if ended[0] is not None:
             raise OSError(f"the commit that {group} was to be read from failed: {ended[0]}") from ended[0]
         self._orders[group] = RestoreOrder(group, folder, tuple(records))
-        self._feed(primitive, None)
+        self._feed(primitive, FeedEnd(len(records)))
 
     def wait_pending(self) -> None:
         """Return when no commit writes from units that are about to be freed."""
@@ -126,13 +128,16 @@ class TransitionSets:
 
     def fail(self, primitive: Primitive, error: Exception) -> None:
         """Tell the readers of a set that it will never be complete."""
-        self._feed(primitive, None, str(error) or type(error).__name__)
+        self._feed(primitive, FeedEnd(failure=str(error) or type(error).__name__))
 
-    def _feed(self, primitive: Primitive, record: ShardRecord | None, failure: str | None = None) -> None:
+    def _feed(self, primitive: Primitive, item: ShardRecord | FeedEnd) -> None:
         for reader in self._readers.get(primitive.id, ()):
-            arguments: dict[str, Any] = {"primitive_id": reader.id, "record": record, "failure": failure}
             for device in reader.devices:
-                self._engine.submit_beside(device, "feed_shard", **arguments)
+                self._engine.submit_beside(device, "feed_shard", feed=self._feed_of(reader), item=item)
+
+    def _feed_of(self, reader: Primitive) -> str:
+        """Return the name of what a primitive reads: what comes late for another attempt's namesake is not for it."""
+        return f"{reader.id} of attempt {self._attempt}"
 
     def discard(self) -> None:
         """Remove what was written for this transition alone."""

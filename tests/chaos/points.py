@@ -21,8 +21,10 @@ from typing import Any
 
 from nereus.runtime import rank_transition, unit_tensors, units
 from nereus.runtime.communicator import Communicator
+from nereus.runtime.shard_feeds import FeedEnd
 from nereus.runtime.worker import WorkerContext
 from nereus.transition.primitives import Primitive
+from storage.shard_record import ShardRecord
 from storage.shard_writer import ShardWriter
 from storage.state_reader import StateReader
 from tests.chaos.doom import wrap
@@ -137,11 +139,19 @@ class PointRank(OpenRank):
             return super().run_primitive(primitive, restore)
 
     def write_shard(self, folder: str, file: str) -> Any:
-        slow = self.folder / "slow"
         with self._within("write_shard" if "/step-" in folder else "stage"):
-            if slow.exists():
-                time.sleep(float(slow.read_text()))
+            self._take_long()
             return super().write_shard(folder, file)
+
+    def feed_shard(self, feed: str, item: ShardRecord | FeedEnd) -> None:
+        if isinstance(item, ShardRecord):  # so that the end overtakes the last one
+            self._take_long()
+        super().feed_shard(feed, item)
+
+    def _take_long(self) -> None:
+        slow = self.folder / "slow"
+        if slow.exists():
+            time.sleep(float(slow.read_text()))
 
     @contextmanager
     def _within(self, command: str) -> Iterator[None]:

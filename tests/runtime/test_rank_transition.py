@@ -19,6 +19,7 @@ from nereus.runtime.engine import CommandError, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.model_stages import next_epoch
 from nereus.runtime.rank_state import Counters
+from nereus.runtime.shard_feeds import FeedEnd
 from nereus.runtime.sources import ModelSource
 from nereus.runtime.training import LossSettings, OptimizerSettings
 from nereus.runtime.transition_orders import BuildOrder, RestoreOrder, TransitionOrder, UnitKey
@@ -136,11 +137,10 @@ class Job:
         folder, *records = self.records[group]
         if not primitive.streams:
             return RestoreOrder(group, folder, tuple(records))
-        for record in [*records, None]:
+        for item in [FeedEnd(len(records)), *records]:
             for device in primitive.devices:
-                beside = {"primitive_id": primitive.id, "record": record, "failure": None}
-                self.engine.submit_beside(device, "feed_shard", **beside).result(timeout=30)
-        return RestoreOrder(group, folder, (), complete=False)
+                self.engine.submit_beside(device, "feed_shard", feed=primitive.id, item=item).result(timeout=30)
+        return RestoreOrder(group, folder, feed=primitive.id)
 
     def commit(self, graph: TransitionGraph) -> None:
         self.run("commit_transition", self.devices, epoch=0, counters=COUNTERS, policy_version=7)
@@ -294,10 +294,10 @@ def test_a_failed_primitive_leaves_nothing_behind(engine: LocalEngine, tmp_path:
     restore = next(p for p in graph.primitives if p.kind == "restore" and p.model_stage == "critic.training")
     job._stage("critic.training")
     folder, *_ = job.records["critic.training"]
-    beside = {"primitive_id": restore.id, "record": None, "failure": "disk full"}
     for device in restore.devices:
-        engine.submit_beside(device, "feed_shard", **beside).result(timeout=30)
-    order = RestoreOrder("critic.training", folder, (), complete=False)
+        end = FeedEnd(failure="disk full")
+        engine.submit_beside(device, "feed_shard", feed=restore.id, item=end).result(timeout=30)
+    order = RestoreOrder("critic.training", folder, feed=restore.id)
     with pytest.raises(CommandError, match="disk full"):
         job.run("run_primitive", restore.devices, primitive=restore, restore=order)
     engine.recover()

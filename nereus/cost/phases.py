@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from nereus.cost.imbalance import fullest_share_excess
 from nereus.cost.load import StepLoad
 from nereus.cost.operations import Array, Operations, add_operations
 from nereus.cost.options import Options
@@ -33,18 +34,18 @@ _CPU_CACHE_BYTES = 16 << 20
 def inference_operations(spec: ModelSpec, options: Options, load: StepLoad, rates: Rates) -> Operations:
     """Return the operations of one forward pass over all samples of a step.
 
-    m micro-batches through pp stages take the time of m passes of the slowest stage and the others' first one.
+    m micro-batches through pp stages take the time of m passes of the slowest stage and the others' longest one.
     """
     share = np.ceil(load.samples / options.dp)
     batches = num_micro_batches(share, options)
     sizes = ModelSizes.of(spec, options)
-    one = _pass_load(spec, share / batches, load)
+    one, longest = _pass_loads(spec, load.samples, share, batches, options, load)
     slow = slowest_stage(spec, options, sizes, _head_share(spec, load))
     others = _others(spec, options, slow)
     is_piped = (options.pp > 1).astype(np.float64)
     return add_operations(
         forward_operations(spec, options, sizes, slow, one, rates).times(batches),
-        forward_operations(spec, options, sizes, others, one, rates).times(is_piped),
+        forward_operations(spec, options, sizes, others, longest, rates).times(is_piped),
         _host_operations(rates, passes=batches),
     )
 
@@ -63,17 +64,18 @@ def training_phase_operations(
     """Return the operations of all updates of a step: passes, gradient sums and optimizer steps.
 
     One forward, one backward: m micro-batches take m times the slowest stage, and the pipeline fills and drains at the
-    cost of the other stages' pass, a v-th of it with v chunks a device, which send v times as many messages.
+    cost of the other stages' longest pass, a v-th of it with v chunks a device, which send v times as many messages.
+    Every update waits for the replica with the fullest share of its minibatch.
     Source: Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2.
     """
     minibatch = load.samples / load.minibatches
     share = np.ceil(np.round(minibatch, 9) / options.dp)
     batches = num_micro_batches(share, options)
     sizes = ModelSizes.of(spec, options)
-    one = _pass_load(spec, share / batches, load)
+    one, longest = _pass_loads(spec, minibatch, share, batches, options, load)
     slow = slowest_stage(spec, options, sizes, _head_share(spec, load))
     steady = training_operations(spec, options, sizes, slow, one, rates)
-    filling = training_operations(spec, options, sizes, _others(spec, options, slow), one, rates)
+    filling = training_operations(spec, options, sizes, _others(spec, options, slow), longest, rates)
     filling = filling.times((options.pp > 1) / interleave)
     if interleave > 1:
         steady, filling = _more_messages(steady, interleave), _more_messages(filling, interleave)
@@ -193,9 +195,23 @@ def num_micro_batches(share: Array, options: Options) -> Array:
     return np.maximum(np.ceil(share / options.micro_batch), np.minimum(options.pp, share))
 
 
-def _pass_load(spec: ModelSpec, samples: Array, load: StepLoad) -> PassLoad:
-    rows = 1.0 if spec.head == "score" else load.response_tokens
-    return PassLoad(samples * load.sequence_tokens, samples * load.causal_pairs(spec.sliding_window), samples * rows)
+def _pass_loads(
+    spec: ModelSpec, samples: float, share: Array, batches: Array, options: Options, load: StepLoad
+) -> tuple[PassLoad, PassLoad]:
+    """Return what goes through a pass of the replica with the fullest share of `samples`: in the mean, and at most."""
+    fullest = fullest_share_excess(samples, options.dp) / batches
+    longest = fullest + fullest_share_excess(share, batches)
+    mean = share / batches
+    return _pass_load(spec, mean, fullest, load), _pass_load(spec, mean, longest, load)
+
+
+def _pass_load(spec: ModelSpec, samples: Array, excess: Array, load: StepLoad) -> PassLoad:
+    """Return what goes through a pass of some samples that are longer than the mean, in all, by `excess` deviations."""
+    more = excess * np.sqrt(load.response_variance)
+    mean, pairs = load.sequence_tokens, load.causal_pairs(spec.sliding_window)
+    rows = samples if spec.head == "score" else samples * load.response_tokens + more
+    seen = mean if spec.sliding_window is None else min(mean, spec.sliding_window)  # by a token at a sample's end
+    return PassLoad(samples * mean + more, samples * pairs + more * seen, rows)
 
 
 def _head_share(spec: ModelSpec, load: StepLoad) -> float:

@@ -109,7 +109,13 @@ def _setting_of_run(recipe: str, overrides: list[str], devices: int | None) -> t
     )
     part = config.cluster
     cluster = local_cluster(part.devices, part.memory_per_device, threads_per_device=part.threads_per_device)
-    job = JobSpec(_specs_of_run(config), load, config.precision)
+    job = JobSpec(
+        _specs_of_run(config),
+        load,
+        config.precision,
+        staging=config.staging.every == 1,
+        most_micro_batch=config.ppo.most_micro_batch,
+    )
     where = f"{part.devices} {part.device} device{'s' if part.devices > 1 else ''}"
     title = (
         f"{recipe} on {where}, {load.samples} responses of "

@@ -204,6 +204,11 @@ class PPOConfig(Part):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     grad_clip: float = Field(1.0, gt=0, description="Largest norm of the whole gradient.")
 
+    @property
+    def most_micro_batch(self) -> int | None:
+        """Most samples in a micro-batch; None: as many as memory takes."""
+        return None if self.micro_batch == "auto" else self.micro_batch
+
 
 class ClusterConfig(Part):
     """The devices that the run may use."""

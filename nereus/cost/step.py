@@ -26,7 +26,8 @@ class JobSpec:
     """What is trained: per model-stage its model, the load of a step, and how it is computed.
 
     `interleave` is the number of model chunks a device in the training pipeline (1: plain one forward, one backward).
-    `staging` says whether every step's state is staged.
+    `staging` says whether every step's state is staged. A micro-batch of inference or training has `most_micro_batch`
+    samples at most (None: as many as memory takes).
     """
 
     specs: Mapping[str, ModelSpec] = field(hash=False)
@@ -34,6 +35,7 @@ class JobSpec:
     precision: Precision = "bfloat16"
     interleave: int = 1
     staging: bool = True
+    most_micro_batch: int | None = None
 
     @property
     def has_critic(self) -> bool:

@@ -163,7 +163,8 @@ class Fitter:
         key = (name, place.layout, place.dp)
         if key not in self._menus:
             stage, share = stage_of(name), self.setting.workload.share(name, place.dp)
-            steps = np.unique(micro_batch_steps(np.array([share]), np.array([place.layout.pp])))[::-1]
+            most = self.setting.job.most_micro_batch
+            steps = np.unique(micro_batch_steps(np.array([share]), np.array([place.layout.pp]), most))[::-1]
             micro_batch = np.concatenate([steps, steps]) if stage == "training" else steps
             recompute = np.arange(len(micro_batch)) >= len(steps)
             types = self._types(name, place.layout)

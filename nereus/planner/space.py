@@ -63,9 +63,15 @@ def replica_counts(stage: str, size: int, num_devices: int, samples: int, miniba
     return counts[np.unique(shares, return_index=True)[1]][::-1].copy()
 
 
-def micro_batch_steps(share: Ints, pp: Ints) -> Ints:
-    """Return [n, k] micro-batches: a pp-th of the share, so that pipeline stages fill, then halves down to 1."""
+def micro_batch_steps(share: Ints, pp: Ints, most: int | None) -> Ints:
+    """Return [n, k] micro-batches: a pp-th of the share, so that pipeline stages fill, then halves down to 1.
+
+    Args:
+        most: samples that one may have; None: no matter how many.
+    """
     first = -(-share // pp)
+    if most is not None:
+        first = np.minimum(first, most)
     halvings = np.arange(int(first.max() - 1).bit_length() + 1)
     return -(-first[:, None] // 2**halvings)
 

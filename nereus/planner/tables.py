@@ -140,7 +140,7 @@ def _choices(name: str, rows: Rows, setting: Setting, place: Placing) -> Choices
     stage, work = stage_of(name), setting.workload
     samples = work.minibatch_samples if stage == "training" else work.samples_per_step
     share = np.maximum(1, -(-samples // rows.dp))
-    steps = micro_batch_steps(share, rows.pp)
+    steps = micro_batch_steps(share, rows.pp, setting.job.most_micro_batch)
     recompute = _NO_YES if stage == "training" else _NO
     micro_batch = np.repeat(steps, len(recompute), axis=1)
     flags = np.tile(recompute, steps.shape[1])

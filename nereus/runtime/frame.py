@@ -37,7 +37,6 @@ class Frame:
         cluster: all its devices, those that are away included.
         cap_tokens: most tokens of a response.
         prompt_margin_tokens: by how much the longest prompt is longer than the mean one.
-        micro_batch: the most that the user allows; None: as memory does.
         transport: how state moves.
         commits_every_step: whether what is staged is there already when the plan changes.
         message_s: seconds of a small message between two devices; None: not measured.
@@ -47,7 +46,6 @@ class Frame:
     cluster: Cluster
     cap_tokens: int
     prompt_margin_tokens: float
-    micro_batch: int | None
     transport: TransportChoice = "auto"
     commits_every_step: bool = True
     message_s: float | None = None
@@ -78,15 +76,20 @@ class Frame:
         threads = config.cluster.threads_per_device
         cluster = local_cluster(len(capacities), min(capacities.values()), threads_per_device=threads)
         cluster = replace(cluster, kind=replace(cluster.kind, accelerator=config.cluster.device == "cuda"))
-        micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
+        commits_every_step = config.staging.every == 1
         return cls(
-            JobSpec(specs, load, config.precision),
+            JobSpec(
+                specs,
+                load,
+                config.precision,
+                staging=commits_every_step,
+                most_micro_batch=config.ppo.most_micro_batch,
+            ),
             cluster,
             cap,
             longest - mean,
-            micro_batch,
             transport=config.transport,
-            commits_every_step=config.staging.every == 1,
+            commits_every_step=commits_every_step,
         )
 
     def with_kind(self, kind: NodeKind) -> Frame:
@@ -96,7 +99,7 @@ class Frame:
     @cached_property
     def planning(self) -> CostPlanning:
         """The planner's answers for the job."""
-        return CappedPlanning(self)
+        return FillablePlanning(self)
 
     def calibration(self) -> Calibration:
         """Return what is believed of the machines before a step was measured."""
@@ -148,12 +151,11 @@ def settings_of(config: RunConfig) -> Settings:
     return Settings(adapt.policy, adapt.gamma, adapt.every, thresholds, enabled=adapt.enabled, may_change_layouts=True)
 
 
-class CappedPlanning(CostPlanning):
-    """The planner's answers that a job can go to, with micro-batches that are no larger than the user allows."""
+class FillablePlanning(CostPlanning):
+    """The planner's answers that a job can go to: filling their units takes buffers beside what they hold."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame.spec, frame.cluster, transport=frame.transport, committed=frame.commits_every_step)
-        self._most = frame.micro_batch
 
     def search(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan | None) -> list[Candidate]:
         return self._admit(boundary, super().search(boundary, efficiencies, current))
@@ -161,25 +163,13 @@ class CappedPlanning(CostPlanning):
     def scale(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan) -> list[Candidate]:
         return self._admit(boundary, super().scale(boundary, efficiencies, current))
 
-    def refit(self, boundary: Boundary, efficiencies: Efficiencies, plan: Plan) -> Candidate | None:
-        found = super().refit(boundary, efficiencies, plan)
-        return None if found is None else self._capped(found)
-
     def _admit(self, boundary: Boundary, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the plans whose units can be filled, which takes buffers beside them."""
+        """Return the plans whose units can be filled."""
         accelerator = boundary.cluster.kind.accelerator
         load = boundary.load.memory_workload(boundary.memory_tokens, accelerator=accelerator)
         capacities = corrected(boundary.cluster.capacities, boundary.memory_factor)
         memory = TransitionMemory.of(self._job.specs, load, self._job.precision, capacities)
-        return [self._capped(each) for each in candidates if memory.takes(each.plan)]
-
-    def _capped(self, candidate: Candidate) -> Candidate:
-        if self._most is None:
-            return candidate
-        plan = candidate.plan
-        for name, stage in plan.items():
-            plan = plan.with_stage(name, micro_batch=min(stage.micro_batch, self._most))
-        return replace(candidate, plan=plan)
+        return [each for each in candidates if memory.takes(each.plan)]
 
 
 def first_plan(frame: Frame, devices: Sequence[int] | None = None, *, may_grow: bool = False) -> Plan | None:

@@ -74,7 +74,7 @@ def _resolve(
     entry: Any, config: RunConfig, memory: TransitionMemory, capacities: Mapping[int, int], frame: Frame
 ) -> Plan:
     specs, workload, precision = memory.specs, memory.workload, memory.precision
-    micro_batch = None if config.ppo.micro_batch == "auto" else config.ppo.micro_batch
+    micro_batch = config.ppo.most_micro_batch
     if entry == "auto":
         may_grow = config.adapt.enabled and not isinstance(config.plan, tuple)
         found = first_plan(frame, may_grow=may_grow)

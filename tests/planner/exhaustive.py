@@ -150,7 +150,8 @@ class Exhaustive:
             share = self.setting.workload.share(name, stage.dp)
             sizes: list[int] = list(range(share, 0, -1))
             if stage_of(name) != "generation":
-                first = -(-share // stage.layout.pp)
+                most = self.setting.job.most_micro_batch or share
+                first = min(most, -(-share // stage.layout.pp))
                 sizes = sorted({-(-first // 2**k) for k in range(first.bit_length() + 1)}, reverse=True)
             flags = (False, True) if stage_of(name) == "training" else (False,)
             self._needs[key] = [((size, flag), self._need(name, stage, size, flag)) for size in sizes for flag in flags]

@@ -41,7 +41,8 @@ def random_setting(seed: int, *, most_devices: int = 6, least_devices: int = 1) 
     setting = Setting.of(job, cluster, random_efficiencies(draw, cluster), memory_factor=draw.choice([1.0, 1.1]))
     # Staging buffers are small; now and then they are not, so that it shows where they are counted.
     buffer = draw.choice([setting.workload.staging_buffer_bytes, GIB // 4])
-    return replace(setting, workload=replace(setting.workload, staging_buffer_bytes=buffer))
+    job = replace(job, most_micro_batch=draw.choice([None, None, 1, 3]))
+    return replace(setting, job=job, workload=replace(setting.workload, staging_buffer_bytes=buffer))
 
 
 def random_spec(draw: random.Random) -> ModelSpec:

@@ -17,7 +17,8 @@ from tests.planner.instances import random_setting
 
 def choices(name: str, stage: StagePlan, setting: Setting) -> list[StagePlan]:
     """Return a model-stage with every micro-batch and recomputation of the plan space."""
-    first = -(-setting.workload.share(name, stage.dp) // stage.layout.pp)
+    most = setting.job.most_micro_batch or setting.workload.samples_per_step
+    first = min(most, -(-setting.workload.share(name, stage.dp) // stage.layout.pp))
     sizes = sorted({-(-first // 2**k) for k in range(first.bit_length() + 1)}, reverse=True)
     both = (False, True) if stage_of(name) == "training" else (False,)
     return [replace(stage, micro_batch=size, recompute=flag) for size in sizes for flag in both]

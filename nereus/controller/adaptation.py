@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ class Adaptation:
     _free_bytes: float | None = None
     _minor: frozenset[str] = frozenset()  # classes below LEAST_SHARE in the last step
     _previous_longest: float | None = None
+    _assumed_tokens: float | None = None  # the longest response that the last decision was made for
 
     def decide(self, step: int, around: Surroundings) -> Decision | None:
         """Decide at the boundary before a step what it runs on; see `Controller.decide`.
@@ -77,12 +78,31 @@ class Adaptation:
             NoPlanError: nothing that the policy may choose runs on the devices there are.
         """
         try:
-            return self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
+            return self._decide(step, around)
         except NoPlanError:
             if not self.calibration.memory.forgive():
                 raise
         # Allocations that failed say what didn't fit, not by how much; before giving up what was measured counts alone.
-        return self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
+        return self._decide(step, around)
+
+    def _decide(self, step: int, around: Surroundings) -> Decision | None:
+        """Decide for the lengths that are expected; where nothing fits them, for shorter ones: they are a guess."""
+        failure: NoPlanError | None = None
+        for tokens in self._lengths():
+            self._assumed_tokens = tokens
+            try:
+                return self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
+            except NoPlanError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def _lengths(self) -> Sequence[float]:
+        """Return the longest responses to plan for: as expected, then the last step's; before it, ever shorter ones."""
+        expected, last = self._expected_tokens, self.load.longest_tokens
+        if self._previous_longest is not None:
+            return (expected, last) if last < expected else (expected,)
+        return [expected / 2**halvings for halvings in range(max(1, int(expected).bit_length()))]
 
     def boundary(self, step: int, around: Surroundings) -> Boundary:
         """Return a boundary as the controller sees it."""
@@ -112,17 +132,26 @@ class Adaptation:
 
     @property
     def memory_tokens(self) -> float:
-        """The response length to predict memory for: the longest of the last step, and what it grew by once more."""
+        """The response length to predict memory for, with what the longest prompt has above the mean one."""
+        tokens = self._expected_tokens if self._assumed_tokens is None else self._assumed_tokens
+        return tokens + self.prompt_margin_tokens
+
+    @property
+    def _expected_tokens(self) -> float:
+        """The longest response of the last step, and what it grew by once more."""
         last = self.load.longest_tokens
         expected = last + max(0.0, last - (self._previous_longest or last))
-        if self.cap_tokens is not None:
-            expected = min(expected, max(last, self.cap_tokens))
-        return expected + self.prompt_margin_tokens
+        return expected if self.cap_tokens is None else min(expected, max(last, self.cap_tokens))
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a step has been measured."""
+        return self._previous_longest is not None
 
     def learn(self, outcome: StepOutcome) -> None:
         """Take in what a step came to; one that was broken off says what its memory was, and little else."""
         assert self.cluster is not None
-        plan, load = self.controller.plan, self._load_of(outcome)
+        plan, load, self._assumed_tokens = self.controller.plan, self.load_of(outcome), None
         if outcome.completed:
             self.controller.note_step(outcome.step, outcome.seconds)
             self._previous_longest, self.load = self.load.longest_tokens, load
@@ -140,16 +169,18 @@ class Adaptation:
                 rest_s = seconds - sum(classes_s.values())
                 self.calibration.observe(outcome.step, operations.without(classes_s), rest_s, devices)
             if outcome.completed:
-                known_s = sum(combine_tasks(plan, outcome.stages_s).values())
-                self.calibration.observe_rest(outcome.seconds - known_s)
-                self._minor = find_minor(tasks.values(), self.calibration.efficiencies())
+                efficiencies, tasks_s = self.calibration.efficiencies(), dict(outcome.stages_s)
+                if "staging" in tasks:  # where it wasn't measured it counts as it is predicted: else it would twice
+                    tasks_s.setdefault("staging", float(tasks["staging"].total_s(efficiencies)))
+                self.calibration.observe_rest(outcome.seconds - sum(combine_tasks(plan, tasks_s).values()))
+                self._minor = find_minor(tasks.values(), efficiencies)
         self._learn_memory(outcome, plan, load)
 
     def predict_peaks(self, outcome: StepOutcome) -> dict[int, int]:
         """Return the peaks of a step in bytes by device as they were to be predicted, uncorrected."""
-        return self.predictor.peaks(self.controller.plan, self._load_of(outcome))
+        return self.predictor.peaks(self.controller.plan, self.load_of(outcome))
 
-    def _load_of(self, outcome: StepOutcome) -> StepLoad:
+    def load_of(self, outcome: StepOutcome) -> StepLoad:
         """Return the load that a step had; of one that was broken off early, what it was expected to have."""
         if outcome.response_tokens is None or outcome.response_tokens_p95 is None:
             return self.load

@@ -13,7 +13,7 @@ from typing import Any
 
 from nereus.controller.admission import ADMIT, Option, payback_steps, pick_urgent
 from nereus.controller.decision import Boundary, Candidate, Decision, NoPlanError, Planning
-from nereus.controller.monitor import LOST, MEMORY_VIOLATION, POOL, SCHEDULE, Monitor, Thresholds
+from nereus.controller.monitor import FREE_MEMORY, LOST, MEMORY_VIOLATION, POOL, SCHEDULE, Monitor, Thresholds
 from nereus.controller.prices import MovePrices
 from nereus.controller.reasons import explain
 from nereus.cost.efficiency import Efficiencies
@@ -45,16 +45,15 @@ class Settings:
             raise ValueError(f"adapt.gamma is {self.gamma}; choose a share of the horizon in [0, 1].")
 
 
-def outgrows_memory(plan: Plan, refitted: Plan) -> bool:
-    """Return whether a plan runs on only with smaller micro-batches or recomputation: as it was, it wouldn't fit.
+def keep_settings(plan: Plan, refitted: Plan) -> Plan:
+    """Return a refitted plan with the micro-batches and recomputation with which model-stages are trained so far.
 
-    Sequences in flight of generation don't count: they fill the memory that there is, and shrink with every token.
+    Sequences in flight of generation are no setting: they fill the memory that there is, and shrink with every token.
     """
-    return any(
-        refitted[name].recompute > stage.recompute or refitted[name].micro_batch < stage.micro_batch
-        for name, stage in plan.items()
-        if stage_of(name) == "training"
-    )
+    for name, stage in plan.items():
+        if stage_of(name) == "training":
+            refitted = refitted.with_stage(name, micro_batch=stage.micro_batch, recompute=stage.recompute)
+    return refitted
 
 
 class Controller:
@@ -75,6 +74,7 @@ class Controller:
         self._monitor = monitor or Monitor(settings.thresholds)
         self._prices = prices or MovePrices()
         self._price_s = 0.0  # of the last decision's move, uncorrected
+        self._fitted: Plan | None = None  # what the last boundary has made of the plan
 
     def decide(self, boundary: Boundary, efficiencies: Efficiencies) -> Decision | None:
         """Set `plan` to what the next step runs and return the record of the replan, if there was one.
@@ -84,6 +84,16 @@ class Controller:
         Raises:
             NoPlanError: nothing this policy may choose runs on the devices there are.
         """
+        before = self._monitor.to_record()
+        try:
+            decision = self._decide(boundary, efficiencies)
+        except NoPlanError:  # asked again, for shorter responses perhaps, it sees what it has seen now
+            self._monitor = Monitor.from_record(before, self.settings.thresholds)
+            raise
+        self._fitted = self.plan
+        return decision
+
+    def _decide(self, boundary: Boundary, efficiencies: Efficiencies) -> Decision | None:
         triggers = self._monitor.find_triggers(boundary.step, boundary.signals, boundary.cluster.device_ids)
         there = set(self.plan.devices) <= set(boundary.cluster.device_ids) - boundary.lost
         refitted = self._planning.refit(boundary, efficiencies, self.plan) if there else None
@@ -93,16 +103,25 @@ class Controller:
         if refitted is None:
             away = not set(self.plan.devices) <= set(boundary.cluster.device_ids)
             cause = MEMORY_VIOLATION if there else POOL if away else LOST
-            triggers = tuple(dict.fromkeys((*triggers, cause)))
+            triggers = self._with(cause, triggers, boundary.step)
             return self._replan(boundary, efficiencies, triggers, None)
-        if outgrows_memory(self.plan, refitted.plan):
-            self._monitor.note_crossing(MEMORY_VIOLATION, boundary.step)
-            triggers = (*triggers, MEMORY_VIOLATION)
+        # Where a step has chosen its settings anew, for lengths that it had drawn, they say nothing of this one.
+        was_fitted = self._fitted is not None and not moves_state(self._fitted, self.plan)
+        as_it_was = keep_settings(self._fitted if was_fitted and self._fitted else self.plan, refitted.plan)
+        if as_it_was != refitted.plan and not self._planning.fits(boundary, as_it_was):
+            triggers = self._with(MEMORY_VIOLATION, triggers, boundary.step)
         triggers = self._opportunities(boundary.step, triggers)
         if not triggers:
             self.plan = refitted.plan
             return None
         return self._replan(boundary, efficiencies, triggers, refitted)
+
+    def _with(self, cause: str, triggers: tuple[str, ...], step: int) -> tuple[str, ...]:
+        """Return the triggers with one that is no signal of the monitor's; it crosses now."""
+        if cause in triggers:
+            return triggers
+        self._monitor.note_crossing(cause, step)
+        return (*triggers, cause)
 
     def note_transition(self, seconds: float) -> None:
         """Add what the transition of the last decision really took to its record, and learn from it."""
@@ -163,6 +182,8 @@ class Controller:
         self.decisions.append(decision)
         self._price_s = predicted[shown].seconds
         self.plan = decision.plan
+        if decision.moves:
+            self._monitor.forget(FREE_MEMORY)
         return decision
 
     def _candidates(self, boundary: Boundary, efficiencies: Efficiencies, *, is_urgent: bool) -> list[Candidate]:

@@ -66,6 +66,10 @@ class Planning(Protocol):
         """Return the plan with micro-batch and recomputation picked anew; None when no choice fits."""
         ...
 
+    def fits(self, boundary: Boundary, plan: Plan) -> bool:
+        """Return whether memory takes a plan as it is, micro-batches and recomputation included."""
+        ...
+
     def price(self, boundary: Boundary, efficiencies: Efficiencies, current: Plan, target: Plan) -> TransitionPrice:
         """Return what the move from one plan to another costs."""
         ...

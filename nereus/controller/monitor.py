@@ -95,6 +95,10 @@ class Monitor:
         """Make what is measured now the reference: at every replan, also when its candidate is refused."""
         self._references = dict(signals.values())
 
+    def forget(self, name: str) -> None:
+        """Take a signal's next value for its reference: it was that of another plan."""
+        self._references.pop(name, None)
+
     def horizon(self, triggers: Sequence[str]) -> float:
         """Return H: steps until one of the triggers is expected to cross again; 1 before its first interval."""
         return min((self._interval.get(name, 1.0) for name in triggers), default=1.0)

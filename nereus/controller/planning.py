@@ -9,7 +9,7 @@ from nereus.cluster import Cluster
 from nereus.controller.decision import Boundary, Candidate
 from nereus.cost.efficiency import Efficiencies
 from nereus.cost.load import StepLoad
-from nereus.cost.memory import estimate_memory
+from nereus.cost.memory import USABLE_SHARE, estimate_memory
 from nereus.cost.operations import Operations
 from nereus.cost.step import JobSpec, step_operations
 from nereus.plan import Plan
@@ -66,6 +66,14 @@ class CostPlanning:
         """Return the plan with micro-batch and recomputation picked anew; None when no choice fits."""
         found = refit_plan(plan, self._setting(boundary, efficiencies))
         return None if found is None else Candidate(found.plan, found.step_s)
+
+    def fits(self, boundary: Boundary, plan: Plan) -> bool:
+        """Return whether memory takes a plan as it is, micro-batches and recomputation included."""
+        cluster, job = boundary.cluster, self._job
+        workload = boundary.load.memory_workload(boundary.memory_tokens, accelerator=cluster.kind.accelerator)
+        peaks = estimate_memory(plan, job.specs, workload, job.precision)
+        usable = {device: USABLE_SHARE * capacity for device, capacity in cluster.capacities.items()}
+        return all(boundary.memory_factor * peak.total <= usable[device] for device, peak in peaks.items())
 
     def refit_all(
         self, boundary: Boundary, efficiencies: Efficiencies, plans: Sequence[Plan]

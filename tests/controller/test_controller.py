@@ -1,6 +1,6 @@
 """The controller against tables of latencies and prices: what it does at each kind of boundary, by policy."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -54,6 +54,9 @@ class Tables:
         return Candidate(
             plan.with_stage("actor.training", micro_batch=min(stage.micro_batch, self.micro_batch)), seconds
         )
+
+    def fits(self, boundary, plan):
+        return plan["actor.training"].micro_batch <= self.micro_batch
 
     def price(self, boundary, efficiencies, current, target):
         stage = target["actor.training"]
@@ -211,6 +214,59 @@ def test_a_plan_that_must_shrink_its_micro_batches_is_weighed_anew():
     tables.micro_batch = 2
     decision = one.decide(boundary(1, 4), CONSERVATIVE)
     assert decision is not None and (decision.verdict, decision.trigger) == ("admit", ("memory violation",))
+
+
+def test_other_settings_are_no_violation_where_those_in_force_fit():
+    tables = Tables({(1, 4): 100, (2, 2): 60})
+    one = controller(tables, "payback")
+    one.plan = one.plan.with_stage("actor.training", micro_batch=4)
+    tables.micro_batch = 2
+    tables.fits = lambda *_: True  # type: ignore[method-assign]
+    assert one.decide(boundary(0, 4), CONSERVATIVE) is None
+
+
+def test_what_a_step_has_chosen_for_its_own_lengths_is_no_violation_at_the_next_boundary():
+    one = controller(Tables({(1, 4): 100, (2, 2): 60}, micro_batch=2), "payback")
+    one.plan = one.plan.with_stage("actor.training", micro_batch=2)
+    for step in range(3):
+        assert one.decide(boundary(step, 4), CONSERVATIVE) is None
+        one.plan = one.plan.with_stage("actor.training", micro_batch=4)  # short responses were drawn
+
+
+def test_urgent_replans_have_a_horizon_of_their_own():
+    tables = Tables({(1, 4): 100, (1, 2): 200})
+    one = controller(tables, "payback")
+    one.decide(boundary(0, 4), CONSERVATIVE)
+    for step in (10, 30):
+        del tables.latency_s[1, one.plan["actor.training"].dp]
+        tables.latency_s[1, 4 if one.plan["actor.training"].dp == 2 else 2] = 100
+        decision = one.decide(boundary(step, 4), CONSERVATIVE)
+        assert decision is not None and decision.trigger == ("memory violation",)
+    assert decision.horizon_steps == 20
+
+
+def test_a_boundary_that_found_no_plan_is_seen_the_same_again():
+    tables = Tables({(1, 4): 100})
+    one = controller(tables, "payback")
+    one.decide(boundary(0, 4, tokens=100), CONSERVATIVE)
+    before = one.to_record()
+    with pytest.raises(NoPlanError):
+        one.decide(boundary(1, 2, tokens=200), CONSERVATIVE)
+    assert one.to_record() == before
+
+
+def test_free_memory_of_the_plan_before_is_no_reference_after_a_move():
+    one = controller(Tables({(1, 4): 100, (2, 2): 1}), "payback")
+
+    def look(step: int, tokens: float, free: float):
+        return replace(boundary(step, 4), signals=Signals(response_tokens=tokens, free_memory_bytes=free))
+
+    one.decide(look(0, 100, 100.0), CONSERVATIVE)
+    decision = one.decide(look(1, 200, 100.0), CONSERVATIVE)
+    assert decision is not None and decision.moves
+    assert one.decide(look(2, 200, 50.0), CONSERVATIVE) is None
+    again = one.decide(look(3, 200, 20.0), CONSERVATIVE)
+    assert again is not None and again.trigger == ("free memory",)
 
 
 def test_a_disabled_controller_keeps_its_plan_until_its_devices_are_gone():

@@ -1,5 +1,6 @@
 """The control loop around a step: what it tells the controller of what was measured."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from nereus.catalog import cluster_preset
 from nereus.controller.adaptation import Adaptation, Surroundings, find_minor
 from nereus.controller.controller import Settings
-from nereus.controller.decision import Boundary, StepOutcome
+from nereus.controller.decision import Boundary, NoPlanError, StepOutcome
 from nereus.controller.loop import ControlLoop
 from nereus.cost.calibration import Calibration
 from nereus.cost.efficiency import CLASSES, CONSERVATIVE
@@ -36,9 +37,12 @@ class Fake:
     boundaries: list[Boundary] = field(default_factory=list)
     plan: Plan = PLAN
     settings: Settings = field(default_factory=Settings)
+    most_tokens: float = math.inf  # of responses that some plan fits
 
     def decide(self, boundary: Boundary, efficiencies: Any) -> None:
         self.boundaries.append(boundary)
+        if boundary.memory_tokens > self.most_tokens:
+            raise NoPlanError(f"no plan for {boundary.memory_tokens:g} tokens")
 
     def note_step(self, step: int, seconds: float) -> None:
         pass
@@ -56,8 +60,10 @@ class Fake:
         return {0: 100, 1: 100}
 
 
-def run(*outcomes: StepOutcome, cap_tokens: int | None = None) -> tuple[Adaptation, list[Boundary]]:
-    fake = Fake(list(outcomes))
+def run(
+    *outcomes: StepOutcome, cap_tokens: int | None = None, most_tokens: float = math.inf
+) -> tuple[Adaptation, list[Boundary]]:
+    fake = Fake(list(outcomes), most_tokens=most_tokens)
     load = StepLoad(8, 1, 10, 100, 120)
     adaptation = Adaptation(fake, Doubtful(), fake, load, cap_tokens)  # type: ignore[arg-type]
     num_steps = sum(outcome.completed for outcome in outcomes)
@@ -78,6 +84,28 @@ def test_memory_is_predicted_for_the_last_length_and_its_growth_once_more_up_to_
     outcomes = [outcome(0, 120), outcome(1, 180), outcome(2, 150), outcome(3, 150)]
     assert [b.memory_tokens for b in run(*outcomes)[1]] == [120, 120, 240, 150]
     assert [b.memory_tokens for b in run(*outcomes, cap_tokens=200)[1]] == [120, 120, 200, 150]
+
+
+def test_where_nothing_fits_what_lengths_may_come_to_they_are_taken_as_they_are():
+    adaptation, boundaries = run(outcome(0, 120), outcome(1, 180), outcome(2, 180), most_tokens=200)
+    assert [b.memory_tokens for b in boundaries] == [120, 120, 240, 180]
+    assert adaptation.memory_tokens == 180  # nothing is assumed any more
+
+
+def test_before_the_first_step_ever_shorter_responses_are_tried():
+    assert [b.memory_tokens for b in run(outcome(0, 20), most_tokens=40)[1]] == [120, 60, 30]
+    with pytest.raises(AssertionError, match="no plan for 120 tokens"):  # the first failure says what is wanted
+        run(outcome(0, 20), most_tokens=0.5)
+
+
+def test_a_pause_that_is_predicted_is_not_counted_again():
+    fake = Fake([])
+    fake.operations = lambda *_: {"staging": Operations(work_s={"storage_write": np.asarray(3.0)})}  # type: ignore[method-assign]
+    adaptation = Adaptation(fake, Calibration(), fake, StepLoad(8, 1, 10, 100, 120))  # type: ignore[arg-type]
+    adaptation.cluster = cluster_preset("a100-64gb-hdr", 2)
+    written_s = 3.0 / adaptation.calibration.efficiencies().efficiency["storage_write"]
+    adaptation.learn(StepOutcome(0, written_s + 2.0, stages_s={"actor.generation/generation": 1.0}))
+    assert adaptation.calibration.efficiencies().step_s == pytest.approx(2.0)  # 1 s of the write is hidden
 
 
 def test_a_step_that_broke_off_is_done_again_and_teaches_of_memory_only():

@@ -100,6 +100,8 @@ class DeviceSupply:
         for device in _known(quarantined, count):
             reasons.append(f"device {device} died too often")
         present = tuple(device for device in range(count) if device not in away and device not in quarantined)
+        if not present and (controls.drains or noticed):
+            reasons.append("`nereus scale` brings drained devices back")
         leaving = {device: away[device] for device in sorted(away) if device not in quarantined}
         return Supply(present, leaving, _describe(len(present), self.total, reasons))
 

@@ -36,7 +36,7 @@ class Move:
     @property
     def kind(self) -> str:
         """One of urgent, admit, scheduled; `undone` if the old plan holds, `rebuilt` if the new one is the old one."""
-        if self.line["outcome"] != "committed":
+        if self.line["outcome"] != "committed" and self.line.get("in_force") != "to":
             return "undone"
         if self.decision is not None:
             return self.decision["verdict"]

@@ -25,7 +25,7 @@ from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
 from nereus.runtime.engine import CommandError, Engine
 from nereus.runtime.frame import Frame, corrected, first_plan
 from nereus.runtime.opening import OpenRun
-from nereus.runtime.probe import measure_machine
+from nereus.runtime.probe import measure_machine, remove_leftovers
 from nereus.runtime.rollouts import Rollouts
 from nereus.supply import Supply
 from nereus.transition.graph import InfeasibleTransition
@@ -86,6 +86,7 @@ class AdaptiveSteps(ElasticSteps):
             self._begin_adapting(record, supply)
             if self._owns_engine:  # what was measured with leaves its memory behind
                 self._engine.release(supply.present)
+                remove_leftovers(self._opened.staging_root)
                 self._engine.start(self.plan.devices)
             else:
                 self._run("memory", "take_peak_memory", {device: {} for device in self.plan.devices}, None)
@@ -118,10 +119,21 @@ class AdaptiveSteps(ElasticSteps):
             self._adaptation = self._frame.go_on(record, self.config)
             self._initial = Plan.from_record(record["initial"])
             plan = self._adaptation.controller.plan
-            if not set(plan.devices) <= set(supply.present):
+            is_told = self._opened.plan_is_new and self.config.plan != "auto"
+            if is_told or not self._may_go_on(plan, supply):
                 plan = self._adaptation.controller.plan = self._plan_to_begin_with(supply)
         self.plan = self._wanted = plan
         self._deadlines.start()
+
+    def _may_go_on(self, plan: Plan, supply: Supply) -> bool:
+        """Return whether a run can go on with the plan that it had: the devices are there, and memory takes it."""
+        assert self._adaptation is not None
+        if not set(plan.devices) <= set(supply.present):
+            return False
+        around = Surroundings(self._frame.cluster.only(supply.present))
+        boundary = self._adaptation.boundary(next_step(self._opened.commits or ()), around)
+        efficiencies = self._adaptation.calibration.efficiencies()
+        return self._frame.planning.refit(boundary, efficiencies, plan) is not None
 
     def _plan_to_begin_with(self, supply: Supply) -> Plan:
         if self.config.plan != "auto" and set(self.plan.devices) <= set(supply.present):
@@ -299,8 +311,17 @@ class AdaptiveSteps(ElasticSteps):
             if self._decided and line["outcome"] == "committed":
                 self._adaptation.controller.note_transition(line["seconds"])
                 self._write_decisions(self._decided[-1].step)
+            elif self._decided and line.get("in_force") == "to":
+                self._note_rebuilt(line["seconds"])
             self._adaptation.controller.plan = self.plan
         return line
+
+    def _note_rebuilt(self, seconds: float) -> None:
+        """Tell of decisions that were carried out from the last commit: they hold from the step that it ends before."""
+        self._decided[-1].measured["transition_s"] = seconds  # no price to learn from: it was no move
+        for decision in self._decided:
+            decision.step = min(decision.step, self.next_step)
+        self._write_decisions(self.next_step)
 
     def _journal_transition(self, body: dict[str, Any]) -> None:
         super()._journal_transition({**body, **({"decision": self._decided[-1].to_record()} if self._decided else {})})
@@ -342,11 +363,9 @@ class AdaptiveSteps(ElasticSteps):
         if self._adaptation is None:
             return
         self._adaptation.controller.plan = self.plan
+        if self._adaptation.has_learned:  # before that nominal rates speak, not a calibrated model
+            metrics["predicted_s"] = self._predict_both(outcome)
         self._adaptation.learn(outcome)
-        current = initial = self._predict(outcome.step, self.plan)
-        if self._initial is None or emus_of(self._initial) != emus_of(self.plan):  # else its settings are picked anew
-            initial = self._predict(outcome.step, self._initial)
-        metrics["predicted_s"] = {"current": current, "initial": initial}
         if self._decided:
             self._write_decisions(outcome.step)
             # A step that is done again, after the run went back, is told of once.
@@ -354,12 +373,21 @@ class AdaptiveSteps(ElasticSteps):
             self._to_journal = [*earlier, *(decision.to_record() for decision in self._decided)]
             self._decided.clear()
 
-    def _predict(self, step: int, plan: Plan | None) -> float | None:
-        """Return the seconds that the step just measured would take on a plan; None where the plan doesn't fit it."""
+    def _predict_both(self, outcome: StepOutcome) -> dict[str, float | None]:
+        """Return what a step of such lengths takes on the plan in force and on the first one; None if it doesn't fit.
+
+        What the step itself has taken isn't known to the model yet.
+        """
+        current = initial = self._predict(outcome, self.plan)
+        if self._initial is None or emus_of(self._initial) != emus_of(self.plan):  # else its settings are picked anew
+            initial = self._predict(outcome, self._initial)
+        return {"current": current, "initial": initial}
+
+    def _predict(self, outcome: StepOutcome, plan: Plan | None) -> float | None:
         assert self._adaptation is not None
         if plan is None or not set(plan.devices) <= set(self._frame.cluster.device_ids):
             return None  # a resumed run may have fewer devices than it began with
-        found = self._refit(step, self._adaptation.load, plan)
+        found = self._refit(outcome.step, self._adaptation.load_of(outcome), plan)
         return None if found is None else found.latency_s
 
     def _refit(self, step: int, load: StepLoad, plan: Plan) -> Candidate | None:

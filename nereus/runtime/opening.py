@@ -39,6 +39,7 @@ class OpenRun:
         commits: what a run that goes on may go on from, by step; None for a new run.
         staging_root: where its staged sets lie.
         holds_root: whether it has a claim on a root of its own.
+        plan_is_new: whether a run that goes on was given another plan than it had.
     """
 
     run_id: str
@@ -49,6 +50,7 @@ class OpenRun:
     staging_root: str
     commits: tuple[Commit, ...] | None
     holds_root: bool = False
+    plan_is_new: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -141,7 +143,8 @@ def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id:
         raise run_dir.unusable("written", error) from error
     commits = live_commits(owner.journal.entries())
     job = job.begin_at(next_step(commits))  # another driver may have got further in the meantime
-    run = OpenRun(recorded.run_id, job, identity, run_dir, owner, _absolute(staging_root(config)), commits)
+    root, plan_is_new = _absolute(staging_root(config)), config.plan != recorded.config.plan
+    run = OpenRun(recorded.run_id, job, identity, run_dir, owner, root, commits, plan_is_new=plan_is_new)
     with ExitStack() as undo:
         undo.callback(run.undo)
         _settle_in(run, claim)

@@ -147,7 +147,7 @@ class Session(RedoneSteps):
         mapped = self._run("memory", "read_mapped_memory", {device: {} for device in self.plan.devices}, step)
         self.outcome = measure_step(
             step=step,
-            seconds=metrics["seconds"]["total"] - metrics["seconds"]["transition"],
+            seconds=self._clock.work_s(),
             times=self._clock.times,
             rollouts=self.rollouts,
             plan=self.plan,

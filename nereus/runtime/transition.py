@@ -277,7 +277,8 @@ class Transition:
     def line_after(self, failure: GoBack) -> dict[str, Any]:
         """Return the line of transitions.jsonl for a run that was built again from its last commit, and journal it."""
         self._note("recovered", failure.reason)
-        return self._line("recovered", failure.reason)
+        is_new = emus_of(failure.plan) == emus_of(self.graph.target)
+        return {**self._line("recovered", failure.reason), "in_force": "to" if is_new else "from"}
 
     def _note(self, outcome: str, reason: str) -> None:
         """Journal how a failed attempt ended. Nothing depends on this record, so a store that fails ends no job.

@@ -37,12 +37,20 @@ class DevicesThere:
         """Let a run go on at a step: the 0 devices that ended it are over."""
         self._supply.begin_again(step, self._controls.read())
 
-    def look(self, step: int, engine: Engine) -> Supply:
-        """Return the devices from the boundary before a step on."""
+    def hear_notices(self, engine: Engine) -> frozenset[int]:
+        """Return the devices whose worker was told to go, and see to it that they stay away when it is gone too.
+
+        They do until a `scale` says that they are back.
+        """
         noticed = engine.notices()
-        for device in noticed:  # it stays away when its worker is gone too, until a `scale` says that it is back
+        for device in noticed:
             with suppress(ValueError):  # it is drained already
                 tell_drain(self._run_dir, device, None)
+        return noticed
+
+    def look(self, step: int, engine: Engine) -> Supply:
+        """Return the devices from the boundary before a step on."""
+        noticed = self.hear_notices(engine)
         supply = self._supply.at(step, self._controls.read(), noticed=noticed, quarantined=engine.quarantined)
         if self.present and supply.present != self.present:
             logger.info("step %d: devices %s (%s).", step, list(supply.present), supply.reason)

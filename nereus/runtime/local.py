@@ -242,8 +242,9 @@ class LocalEngine(Engine):
         return {worker.device: worker.pid for worker in self._live_workers()}
 
     def notices(self) -> frozenset[int]:
-        """Return the devices whose live worker got SIGTERM; see `Engine.notices`."""
-        return frozenset(worker.device for worker in self._live_workers() if worker.is_noticed)
+        """Return the devices whose worker got SIGTERM; see `Engine.notices`."""
+        workers = {} if self._watcher is None else dict(self._watcher.workers)
+        return frozenset(device for device, worker in workers.items() if worker.is_noticed)
 
     def rss_bytes(self) -> dict[int, int]:
         """Return the resident bytes of each live worker as of its last beat."""

@@ -55,19 +55,19 @@ def measure_speeds(
         for device in ranks
     }
     kwargs = {device: {"order": order} for device, order in orders.items()}
-    _remove_leftovers(staging_root)
+    remove_leftovers(staging_root)
     begun = time.perf_counter()
     try:
         results = list(run_command(engine, "probe", kwargs, label="probe", step=None).values())
     except BaseException:
-        _remove_leftovers(staging_root)
+        remove_leftovers(staging_root)
         raise
     passed_s = time.perf_counter() - begun
     return combine(results, command_s=max(0.0, passed_s - max(result.seconds for result in results)))
 
 
-def _remove_leftovers(staging_root: str) -> None:
-    """Remove what probes have left whose worker was killed; what the store doesn't let go stays till the next one."""
+def remove_leftovers(staging_root: str) -> None:
+    """Remove what probes have left whose worker has ended; what the store doesn't let go stays till the next one."""
     with contextlib.suppress(Exception):  # every store has errors of its own
         for name in filter(_FOLDER.fullmatch, list_names(staging_root)):
             folder = join_url(staging_root, name)

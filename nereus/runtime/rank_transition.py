@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -204,23 +203,19 @@ class RankTransition:
                     source.read(part, target.find(part))
             return sum(part.num_elements for part in missing) * target.dtype.itemsize
         wanted = [(part, target.find(part)) for piece in missing for part in named(piece, target.tensors)]
-        with StateReader(order.folder, order.group, wanted, buffer_bytes=RESTORE_BUFFER_BYTES) as reader:
+        reader = StateReader(order.folder, order.group, wanted, buffer_bytes=RESTORE_BUFFER_BYTES)
+        try:
             for record in order.shards:
                 reader.feed(record)
             for record in self.feeds.records(order.feed, self._check_abort) if order.feed else ():
                 reader.feed(record)
-            self._finish(reader)
+            while not reader.wait(_POLL_S):
+                self._check_abort()
+            reader.finish()
             return reader.bytes_read
-
-    def _finish(self, reader: StateReader) -> None:
-        """Wait until all is read and found intact; an abort ends the wait."""
-        with ThreadPoolExecutor(1) as pool:
-            finished = pool.submit(reader.finish)
-            while not wait([finished], _POLL_S).done:
-                if self._context.abort.is_set():
-                    reader.close()  # what hasn't begun ends at once
-            self._check_abort()
-            finished.result()
+        finally:
+            # After an abort a store that hangs isn't waited for: it fills tensors that nobody will ever see.
+            reader.close(wait=not self._context.abort.is_set())
 
     def _check_abort(self) -> None:
         if self._context.abort.is_set():

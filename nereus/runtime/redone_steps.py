@@ -86,11 +86,15 @@ class RedoneSteps(AdaptiveSteps):
         if full is not None:
             self._learn_of_memory(step, full)
         if self._engine.broken is not None:
+            if self._devices is not None:
+                self._devices.hear_notices(self._engine)  # other workers may be in the place of those that were told
             self._engine.recover(step=step, may_shrink=True)
             self._is_torn = True
         lost = set(self.plan.devices) if self._is_updating or self._is_given_up else dead
         if full is not None:
             lost.add(full)
+            if self._staging is not None:
+                self._staging.wait()  # these workers write the pending commit: the one to go back to
             self._start_afresh(lost)
         self._forget_step(lost)
         logger.warning("step %d: %s; it is done again.", step, str(error).rstrip("."))
@@ -109,6 +113,7 @@ class RedoneSteps(AdaptiveSteps):
         """Take back what the step in flight has changed in the driver; `lost` devices hold nothing of use."""
         self._lost = frozenset(lost)
         self._is_updating, self.kl, self._rollouts = False, self._kl_before, None
+        self._clock.begin_again()
 
     def _learn_of_memory(self, step: int, device: int) -> None:
         """Take in that a device needed more than it has.

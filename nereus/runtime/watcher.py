@@ -219,7 +219,9 @@ class Watcher:
         elif "ready" in event or "failed" in event:
             self.nursery_ready.set_result(event.get("failed"))
         elif "forked" in event:
-            self.workers[event["forked"]].pid = event["pid"]
+            worker = self.workers.get(event["forked"])
+            if worker is not None:  # else it took so long that it was given up; its end of the socket is closed
+                worker.pid = event["pid"]
         elif "exited" in event:
             worker = self.workers.get(event["exited"])
             if worker is not None and worker.pid == event["pid"]:

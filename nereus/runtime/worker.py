@@ -273,8 +273,11 @@ class _Worker:
                 os.sched_setaffinity(0, self._host_cores)
             try:
                 self._run_command(service, *command)
-            except OSError:  # the driver is gone; the thread that receives ends this process
-                return
+            except OSError:  # the driver is gone
+                os._exit(1)
+            except BaseException:  # not even the failure could be told: whoever waits for an answer would for ever
+                traceback.print_exc()
+                os._exit(1)
             del command
 
     def _receive(self) -> None:

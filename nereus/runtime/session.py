@@ -131,6 +131,7 @@ class Session(RedoneSteps):
     def finish_step(self, step: int) -> dict[str, Any]:
         """Write the step's line of metrics.jsonl and return it."""
         peaks = self._run("memory", "take_peak_memory", {device: {} for device in self.plan.devices}, step)
+        work_s = self._clock.work_s()
         metrics = collect_metrics(
             step=step,
             policy_version=self._step_policy_version,
@@ -147,7 +148,7 @@ class Session(RedoneSteps):
         mapped = self._run("memory", "read_mapped_memory", {device: {} for device in self.plan.devices}, step)
         self.outcome = measure_step(
             step=step,
-            seconds=self._clock.work_s(),
+            seconds=work_s,
             times=self._clock.times,
             rollouts=self.rollouts,
             plan=self.plan,

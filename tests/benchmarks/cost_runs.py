@@ -33,7 +33,10 @@ def setting_config(setting: CostSetting, run_dir: str, plan: Entries) -> RunConf
 
 
 def execute(setting: CostSetting, name: str, plan: Entries, engine: Engine) -> dict[str, Any]:
-    """Run a plan on running workers, and return what was measured of its steps, the first one left out."""
+    """Run a plan on new workers, and return what was measured of its steps, the first one left out."""
+    devices = sorted(engine.pids())
+    engine.release(devices)  # a heap keeps the holes that other plans have left; a job begins without
+    engine.start(devices)
     with tempfile.TemporaryDirectory() as folder:
         config = setting_config(setting, f"{folder}/run", plan)
         with Session.open(config, run_id=uuid.uuid4().hex, engine=engine) as session:

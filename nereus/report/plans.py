@@ -26,9 +26,9 @@ class PlanStretch:
 
     @property
     def mean_predicted_s(self) -> float | None:
-        """Mean of what was predicted; None unless every step has a prediction."""
+        """Mean of what was predicted, of the steps that have a prediction: a run's first one hasn't."""
         known = [seconds for seconds in self.predicted_s if seconds is not None]
-        return fmean(known) if len(known) == len(self.steps) else None
+        return fmean(known) if known else None
 
     @property
     def error(self) -> float | None:
@@ -84,7 +84,7 @@ def compare_with_first_plan(history: Sequence[Metrics]) -> FirstPlan | None:
     outgrown_at = None
     for line in history:
         lacks_devices = bool(needed - set(line.get("devices_present", needed)))
-        first_plan_s = None if lacks_devices else _first_plan_seconds(line)
+        first_plan_s = None if lacks_devices else _first_plan_seconds(line, history[0])
         seconds.append(first_plan_s)
         if first_plan_s is not None:
             steps.append(line["step"])
@@ -170,7 +170,9 @@ def describe_ranges(numbers: Sequence[int], most: int = 4) -> str:
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
-def _first_plan_seconds(line: Metrics) -> float | None:
+def _first_plan_seconds(line: Metrics, first: Metrics) -> float | None:
+    if line is first and "predicted_s" not in line:  # before it nothing was known
+        return step_seconds(line)
     predicted = line.get("predicted_s", {})
     current, initial = predicted.get("current"), predicted.get("initial")
     return step_seconds(line) * initial / current if current and initial is not None else None

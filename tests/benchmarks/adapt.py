@@ -113,8 +113,8 @@ def summarize(run: Mapping[str, Any]) -> Record:
     parts |= {part: driver[part] for part in ("transition", "decide", "commit")}
     parts["recovery"] = driver["broken_off"] + driver["recovery"]
     parts["other"] = total_s - sum(parts.values())
-    errors = [abs(step["predicted_s"]["current"] / steady_s(step) - 1)
-              for step in steps if step["predicted_s"]["current"]]  # fmt: skip
+    predicted = [step.get("predicted_s", {}).get("current") for step in steps]
+    errors = [abs(one / steady_s(step) - 1) for one, step in zip(predicted, steps, strict=True) if one]
     moves = [line for line in run["transitions"] if line["outcome"] == "committed"]
     return {
         "steps": len(steps),

@@ -32,6 +32,15 @@ def test_the_first_plan_would_have_taken_what_was_measured_times_the_predicted_r
     assert "not all there at 1 step." in text and "From step 3 on it no longer fits memory" in text
 
 
+def test_of_the_first_step_nothing_was_predicted_but_it_ran_on_the_first_plan():
+    first = {key: value for key, value in line(0, 2.0, 1.0, 1.0).items() if key != "predicted_s"}
+    compared = compare_with_first_plan([first, line(1, 2.5, 2.0, 3.0)])
+    assert compared is not None and compared.first_plan_s == (2.0, pytest.approx(3.0))
+    assert compared.outgrown_at is None
+    (plan,) = split_by_plan([first, line(1, 2.5, 3.0, 3.0)])
+    assert (plan.mean_predicted_s, plan.error) == (3.0, pytest.approx(0.5))
+
+
 def test_without_predictions_nothing_is_compared():
     assert compare_with_first_plan([{"step": 0, "plan": {}, "seconds": {"total": 1.0}}]) is None
     nothing = compare_with_first_plan([line(0, 1.0, 1.0, None)])

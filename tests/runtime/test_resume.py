@@ -17,6 +17,7 @@ import nereus.runtime.staged_steps
 from nereus.commits import live_commits
 from nereus.config import build_config
 from nereus.runtime.engine import CommandError, Engine
+from nereus.runtime.frame import FillablePlanning
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.model_stages import restore_newest
 from nereus.runtime.rank_state import Counters
@@ -385,6 +386,33 @@ def test_a_recorded_plan_that_does_not_fit_gives_way(
         assert session.plan.devices == (0, 1)
         assert_same(take_steps(session, engine), undisturbed["llama"])
     assert "The recorded plan doesn't fit" in caplog.text
+
+
+def test_under_control_a_run_goes_on_with_its_plan_or_with_one_that_is_given(
+    tmp_path: Path, engine: LocalEngine, undisturbed: dict[str, Run]
+) -> None:
+    adapt, first, second = {"enabled": True}, uniform_plan(STAGES, 2, 1, 1), uniform_plan(STAGES, 1, 2, 1)
+    cut_off(tmp_path / "run", engine, 1, adapt=adapt, plan=first)
+    for plan in (first, second):
+        with open_session(tmp_path / "run", engine, go_on=True, adapt=adapt, plan=plan) as session:
+            assert {name: (stage.dp, stage.layout.tp) for name, stage in session.plan.items()} == {
+                name: (plan[name]["dp"], plan[name]["tp"]) for name in STAGES
+            }
+            if plan is second:
+                assert_same(take_steps(session, engine), undisturbed["llama"])
+
+
+def test_under_control_a_plan_that_memory_takes_no_more_gives_way(
+    tmp_path: Path, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapt, plan = {"enabled": True}, uniform_plan(STAGES, 2, 2, 1)
+    cut_off(tmp_path / "run", engine, 1, adapt=adapt, plan=plan)
+    refit = FillablePlanning.refit
+    monkeypatch.setattr(FillablePlanning, "refit", lambda self, boundary, rates, plan: (
+        None if plan["actor.training"].layout.tp == 2 else refit(self, boundary, rates, plan)
+    ))  # fmt: skip
+    with open_session(tmp_path / "run", engine, go_on=True, adapt=adapt, plan="auto") as session:
+        assert session.plan["actor.training"].layout.tp != 2
 
 
 def test_staged_sets_of_two_runs_are_never_mixed(tmp_path: Path, engine: LocalEngine) -> None:

@@ -118,7 +118,7 @@ class StateReader:
             self._local.buffer = torch.empty(self._block_bytes, dtype=torch.uint8)
         return self._local.buffer
 
-    def wait(self, timeout_s: float) -> bool:
+    def is_through(self, timeout_s: float) -> bool:
         """Wait until all that was fed is read; return whether it is, or has failed."""
         return not wait(self._jobs, timeout_s).not_done
 
@@ -142,14 +142,14 @@ class StateReader:
                     f"from {part.starts} of sizes {part.sizes} are in none of its shards",
                 )
 
-    def close(self, *, wait: bool = True) -> None:
+    def close(self, *, may_hang: bool = False) -> None:
         """Stop reading and free what is open; the tensors that were to be filled are not touched afterwards.
 
         Args:
-            wait: False leaves reads under way to themselves, as of a store that hangs: they may still touch tensors.
+            may_hang: leave reads under way to themselves, as of a store that hangs; they may still touch tensors.
         """
         self._failure = self._failure or DamagedState("the reader was closed.")
-        self._pool.shutdown(wait=wait, cancel_futures=False)  # what hasn't begun ends at once
+        self._pool.shutdown(wait=not may_hang, cancel_futures=False)  # what hasn't begun ends at once
 
     def __enter__(self) -> Self:
         return self

@@ -69,6 +69,7 @@ class Adaptation:
     _free_bytes: float | None = None
     _minor: frozenset[str] = frozenset()  # classes below LEAST_SHARE in the last step
     _previous_longest: float | None = None
+    _is_free_memory_old: bool = False  # it was that of the plan before a move
     _assumed_tokens: float | None = None  # the longest response that the last decision was made for
 
     def decide(self, step: int, around: Surroundings) -> Decision | None:
@@ -91,16 +92,18 @@ class Adaptation:
         for tokens in self._lengths():
             self._assumed_tokens = tokens
             try:
-                return self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
+                decision = self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
+                self._is_free_memory_old |= decision is not None and decision.moves
+                return decision
             except NoPlanError as error:
                 failure = failure or error
         assert failure is not None
         raise failure
 
     def _lengths(self) -> Sequence[float]:
-        """Return the longest responses to plan for: as expected, then the last step's; before it, ever shorter ones."""
+        """Return the longest responses to plan for: as expected, then as known; of a guess ever shorter ones."""
         expected, last = self._expected_tokens, self.load.longest_tokens
-        if self._previous_longest is not None:
+        if self.has_learned or self.load.response_tokens_longest is not None:
             return (expected, last) if last < expected else (expected,)
         return [expected / 2**halvings for halvings in range(max(1, int(expected).bit_length()))]
 
@@ -112,7 +115,7 @@ class Adaptation:
         most = self.controller.settings.thresholds.efficiency
         signals = Signals(
             response_tokens=self.load.response_tokens if known else None,
-            free_memory_bytes=self._free_bytes,
+            free_memory_bytes=None if self._is_free_memory_old else self._free_bytes,
             efficiency=efficiencies.efficiency,
             unsure=frozenset(name for name, deviation in doubt.items() if SURE_DEVIATIONS * deviation > most)
             | self._minor,
@@ -209,7 +212,7 @@ class Adaptation:
             learn(predicted[fullest], outcome.peak_bytes[fullest])
         capacities = self.cluster.capacities
         free = [capacities[d] - peak for d, peak in outcome.peak_bytes.items() if d in capacities]
-        self._free_bytes = float(min(free, default=0.0))
+        self._free_bytes, self._is_free_memory_old = float(min(free, default=0.0)), False
 
     def to_record(self) -> dict[str, Any]:
         """Return what staged state keeps of it."""

@@ -103,20 +103,20 @@ class Controller:
         if refitted is None:
             away = not set(self.plan.devices) <= set(boundary.cluster.device_ids)
             cause = MEMORY_VIOLATION if there else POOL if away else LOST
-            triggers = self._with(cause, triggers, boundary.step)
+            triggers = self._add_trigger(cause, triggers, boundary.step)
             return self._replan(boundary, efficiencies, triggers, None)
         # Where a step has chosen its settings anew, for lengths that it had drawn, they say nothing of this one.
-        was_fitted = self._fitted is not None and not moves_state(self._fitted, self.plan)
-        as_it_was = keep_settings(self._fitted if was_fitted and self._fitted else self.plan, refitted.plan)
+        is_settled = self._fitted is not None and not moves_state(self._fitted, self.plan)
+        as_it_was = keep_settings((is_settled and self._fitted) or self.plan, refitted.plan)
         if as_it_was != refitted.plan and not self._planning.fits(boundary, as_it_was):
-            triggers = self._with(MEMORY_VIOLATION, triggers, boundary.step)
+            triggers = self._add_trigger(MEMORY_VIOLATION, triggers, boundary.step)
         triggers = self._opportunities(boundary.step, triggers)
         if not triggers:
             self.plan = refitted.plan
             return None
         return self._replan(boundary, efficiencies, triggers, refitted)
 
-    def _with(self, cause: str, triggers: tuple[str, ...], step: int) -> tuple[str, ...]:
+    def _add_trigger(self, cause: str, triggers: tuple[str, ...], step: int) -> tuple[str, ...]:
         """Return the triggers with one that is no signal of the monitor's; it crosses now."""
         if cause in triggers:
             return triggers

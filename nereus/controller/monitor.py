@@ -104,7 +104,9 @@ class Monitor:
         return min((self._interval.get(name, 1.0) for name in triggers), default=1.0)
 
     def note_crossing(self, name: str, step: int) -> None:
-        """End an interval of a signal, and begin the next one."""
+        """End an interval of a signal, and begin the next one; when a boundary is looked at again nothing crosses."""
+        if self._crossed_at.get(name) == step:
+            return
         if name in self._crossed_at:
             interval = float(max(1, step - self._crossed_at[name]))
             past = self._interval.get(name, interval)

@@ -9,7 +9,7 @@ from nereus.cluster import Cluster
 from nereus.controller.decision import Boundary, Candidate
 from nereus.cost.efficiency import Efficiencies
 from nereus.cost.load import StepLoad
-from nereus.cost.memory import USABLE_SHARE, estimate_memory
+from nereus.cost.memory import estimate_memory, fits
 from nereus.cost.operations import Operations
 from nereus.cost.step import JobSpec, step_operations
 from nereus.plan import Plan
@@ -71,9 +71,8 @@ class CostPlanning:
         """Return whether memory takes a plan as it is, micro-batches and recomputation included."""
         cluster, job = boundary.cluster, self._job
         workload = boundary.load.memory_workload(boundary.memory_tokens, accelerator=cluster.kind.accelerator)
-        peaks = estimate_memory(plan, job.specs, workload, job.precision)
-        usable = {device: USABLE_SHARE * capacity for device, capacity in cluster.capacities.items()}
-        return all(boundary.memory_factor * peak.total <= usable[device] for device, peak in peaks.items())
+        capacities = {device: int(held / boundary.memory_factor) for device, held in cluster.capacities.items()}
+        return fits(plan, job.specs, workload, job.precision, capacities)
 
     def refit_all(
         self, boundary: Boundary, efficiencies: Efficiencies, plans: Sequence[Plan]

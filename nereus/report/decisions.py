@@ -53,7 +53,8 @@ def match_moves(decisions: Sequence[Record], transitions: Sequence[Record]) -> l
             last_for[_layouts(wanted[met]["candidate"])] = wanted[met]
             met += 1
         found = last_for.get(_layouts(line["to"]))
-        if _layouts(line["from"]) == _layouts(line["to"]) and (found is None or found["step"] != line["step"]):
+        stays = not describe_places(line["from"], line["to"])
+        if stays and (found is None or found["step"] != line["step"]):
             found = None  # nothing moves: what a lost worker held is brought back
         moves.append(Move(line, found, is_retry=id(found) in begun))
         if found is not None:

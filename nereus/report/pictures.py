@@ -52,8 +52,8 @@ def draw_pictures(
         yield Picture(
             "cost",
             "Against the first plan",
-            "What each step took, and what the cost model, calibrated at that moment, says that it would have taken "
-            "on the first plan.",
+            "What each step took, and what it would have taken on the first plan, as the cost model says that was "
+            "calibrated until then.",
             draw_first_plan(history),
         )
     yield Picture("learning", "Reward", "Mean of a step's responses; the band is one standard deviation.",

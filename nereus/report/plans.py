@@ -21,20 +21,25 @@ class PlanStretch:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of a step, transitions not included."""
-        return fmean(self.measured_s)
+        """Mean seconds of a step, transitions not included; where steps have a prediction, of these."""
+        return fmean([seconds for seconds, _ in self._pairs] or self.measured_s)
 
     @property
     def mean_predicted_s(self) -> float | None:
-        """Mean of what was predicted, of the steps that have a prediction: a run's first one hasn't."""
-        known = [seconds for seconds in self.predicted_s if seconds is not None]
-        return fmean(known) if known else None
+        """Mean of what was predicted, of the same steps: a run's first one has no prediction."""
+        return fmean(predicted for _, predicted in self._pairs) if self._pairs else None
 
     @property
     def error(self) -> float | None:
         """Mean of |predicted / measured - 1| over the steps that have a prediction."""
-        pairs = [(p, m) for p, m in zip(self.predicted_s, self.measured_s, strict=True) if p is not None and m > 0]
-        return fmean(abs(predicted / measured - 1) for predicted, measured in pairs) if pairs else None
+        errors = [abs(predicted / measured - 1) for measured, predicted in self._pairs if measured > 0]
+        return fmean(errors) if errors else None
+
+    @property
+    def _pairs(self) -> list[tuple[float, float]]:
+        """Seconds measured and predicted, of the steps that have both."""
+        both = zip(self.measured_s, self.predicted_s, strict=True)
+        return [(measured, predicted) for measured, predicted in both if predicted is not None]
 
 
 def split_by_plan(history: Sequence[Metrics]) -> list[PlanStretch]:
@@ -53,8 +58,9 @@ def split_by_plan(history: Sequence[Metrics]) -> list[PlanStretch]:
 class FirstPlan:
     """A run against its first plan, over the steps that this one could have run.
 
-    Its seconds are predicted: of each step, what was measured times what the cost model, calibrated at that moment,
-    says of the first plan over what it says of the plan in force.
+    Its seconds are predicted: of each step, what was measured times what the cost model, as it was calibrated until
+    then, says of the first plan over what it says of the plan in force. The first step ran on the first plan, before
+    anything was calibrated: it counts as measured.
 
     Attributes:
         steps: those steps.

@@ -102,7 +102,7 @@ def _tell_changes(decisions: Sequence[Record], transitions: Sequence[Record]) ->
         outcome = _describe_outcome(row, numbers.get(id(decision)))
         yield Entry(decision["step"], decision["verdict"], decision["reason"], outcome)
     for number, move in moves:
-        if move.kind == "undone" or move.is_retry or move.decision is None:
+        if move.line["outcome"] != "committed" or move.is_retry or move.decision is None:
             kind = "retry" if move.is_retry and move.kind != "undone" else move.kind
             yield Entry(move.step, kind, f"Change {number}. {describe_move(move)}.")
 

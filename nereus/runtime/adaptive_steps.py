@@ -119,9 +119,11 @@ class AdaptiveSteps(ElasticSteps):
             self._adaptation = self._frame.go_on(record, self.config)
             self._initial = Plan.from_record(record["initial"])
             plan = self._adaptation.controller.plan
-            is_told = self._opened.plan_is_new and self.config.plan != "auto"
-            if is_told or not self._may_go_on(plan, supply):
-                plan = self._adaptation.controller.plan = self._plan_to_begin_with(supply)
+            if self._opened.plan_is_new and self.config.plan != "auto":
+                plan = self._plan_to_begin_with(supply)
+            elif not self._may_go_on(plan, supply):
+                plan = self._find_first_plan(supply)
+            self._adaptation.controller.plan = plan
         self.plan = self._wanted = plan
         self._deadlines.start()
 
@@ -130,14 +132,14 @@ class AdaptiveSteps(ElasticSteps):
         assert self._adaptation is not None
         if not set(plan.devices) <= set(supply.present):
             return False
-        around = Surroundings(self._frame.cluster.only(supply.present))
-        boundary = self._adaptation.boundary(next_step(self._opened.commits or ()), around)
-        efficiencies = self._adaptation.calibration.efficiencies()
-        return self._frame.planning.refit(boundary, efficiencies, plan) is not None
+        return self._refit(next_step(self._opened.commits or ()), self._adaptation.load, plan) is not None
 
     def _plan_to_begin_with(self, supply: Supply) -> Plan:
         if self.config.plan != "auto" and set(self.plan.devices) <= set(supply.present):
             return self.plan
+        return self._find_first_plan(supply)
+
+    def _find_first_plan(self, supply: Supply) -> Plan:
         plan = first_plan(self._frame, supply.present, may_grow=True)
         if plan is None:
             raise NoDevices(f"No plan fits the devices that are there ({supply.reason}){self._describe_lack(supply)}")

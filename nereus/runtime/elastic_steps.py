@@ -188,8 +188,6 @@ class ElasticSteps(StagedSteps):
             self._transition = None
         if line["outcome"] != "rolled_back":
             self._lost, self._is_torn = frozenset(), False
-        elif self.config.cluster.device == "cuda":
-            self._is_torn = True  # what aborted the move has closed all of NCCL's groups
         self._note(line)
         return line
 

@@ -169,7 +169,7 @@ class _NurseryProcess:
 
 def main() -> None:
     """Run the nursery process; arguments: the control socket's descriptor, the settings as JSON."""
-    # Both may go to the whole group of processes; the driver decides, and has its last commit to end.
+    # A whole control group may be told to go: the driver decides, and has its last commit to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -143,13 +143,27 @@ def _open_again(config: RunConfig, recorded: RecordedRun, url: str, flow_run_id:
         raise run_dir.unusable("written", error) from error
     commits = live_commits(owner.journal.entries())
     job = job.begin_at(next_step(commits))  # another driver may have got further in the meantime
-    root, plan_is_new = _absolute(staging_root(config)), config.plan != recorded.config.plan
+    root, plan_is_new = _absolute(staging_root(config)), _is_new_plan(config, recorded)
     run = OpenRun(recorded.run_id, job, identity, run_dir, owner, root, commits, plan_is_new=plan_is_new)
     with ExitStack() as undo:
         undo.callback(run.undo)
         _settle_in(run, claim)
         undo.pop_all()
     return run
+
+
+def _is_new_plan(config: RunConfig, recorded: RecordedRun) -> bool:
+    """Return whether a config names another plan than the run had when it made its newest commit."""
+    commits = live_commits(recorded.entries)
+    if not commits:
+        return False
+    was: dict[str, Any] = {}
+    for entry in recorded.entries:
+        if entry.kind == "take_over":
+            was = entry.body["config"]
+        if entry.number == commits[-1].number:
+            break
+    return bool(config.model_dump(mode="json")["plan"] != was.get("plan"))
 
 
 def _settle_in(run: OpenRun, claim: str) -> None:

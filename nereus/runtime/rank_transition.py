@@ -209,13 +209,13 @@ class RankTransition:
                 reader.feed(record)
             for record in self.feeds.records(order.feed, self._check_abort) if order.feed else ():
                 reader.feed(record)
-            while not reader.wait(_POLL_S):
+            while not reader.is_through(_POLL_S):
                 self._check_abort()
             reader.finish()
             return reader.bytes_read
         finally:
             # After an abort a store that hangs isn't waited for: it fills tensors that nobody will ever see.
-            reader.close(wait=not self._context.abort.is_set())
+            reader.close(may_hang=self._context.abort.is_set())
 
     def _check_abort(self) -> None:
         if self._context.abort.is_set():

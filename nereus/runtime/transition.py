@@ -275,7 +275,10 @@ class Transition:
     # Records
 
     def line_after(self, failure: GoBack) -> dict[str, Any]:
-        """Return the line of transitions.jsonl for a run that was built again from its last commit, and journal it."""
+        """Return the line of transitions.jsonl for a run that was built again from its last commit, and journal it.
+
+        `in_force` says on which of its two plans.
+        """
         self._note("recovered", failure.reason)
         is_new = emus_of(failure.plan) == emus_of(self.graph.target)
         return {**self._line("recovered", failure.reason), "in_force": "to" if is_new else "from"}

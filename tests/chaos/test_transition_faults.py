@@ -82,6 +82,8 @@ def test_a_worker_that_is_struck_leaves_no_trace(
     run = runs.run(tmp_path / "run", SCENARIOS[name], doom)
     assert run.is_met and run.outcomes == outcomes
     assert all(line["reason"] for line in run.lines if line["outcome"] != "committed")
+    in_force = [line["in_force"] for line in run.lines if line["outcome"] == "recovered"]
+    assert in_force == {"recovered": ["to"], "recovered, committed": ["from"]}.get(outcomes, [])
     assert_same(run, base)
 
 

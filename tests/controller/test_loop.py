@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,13 @@ class Fake:
     plan: Plan = PLAN
     settings: Settings = field(default_factory=Settings)
     most_tokens: float = math.inf  # of responses that some plan fits
+    answers: list[Any] = field(default_factory=list)
 
-    def decide(self, boundary: Boundary, efficiencies: Any) -> None:
+    def decide(self, boundary: Boundary, efficiencies: Any) -> Any:
         self.boundaries.append(boundary)
         if boundary.memory_tokens > self.most_tokens:
             raise NoPlanError(f"no plan for {boundary.memory_tokens:g} tokens")
+        return self.answers.pop() if self.answers else None
 
     def note_step(self, step: int, seconds: float) -> None:
         pass
@@ -96,6 +99,29 @@ def test_before_the_first_step_ever_shorter_responses_are_tried():
     assert [b.memory_tokens for b in run(outcome(0, 20), most_tokens=40)[1]] == [120, 60, 30]
     with pytest.raises(AssertionError, match="no plan for 120 tokens"):  # the first failure says what is wanted
         run(outcome(0, 20), most_tokens=0.5)
+
+
+def test_lengths_that_were_drawn_are_no_guess_in_the_first_step_either():
+    fake = Fake([], most_tokens=40)
+    adaptation = Adaptation(fake, Calibration(), fake, StepLoad(8, 1, 10, 50, 60, response_tokens_longest=60))  # type: ignore[arg-type]
+    with pytest.raises(NoPlanError):
+        adaptation.decide(0, fake.look(0, PLAN))
+    assert [boundary.memory_tokens for boundary in fake.boundaries] == [60]
+
+
+def test_free_memory_of_the_plan_before_a_move_says_nothing_of_the_new_one():
+    fake = Fake([])
+    adaptation = Adaptation(fake, Calibration(), fake, StepLoad(8, 1, 10, 100, 120))  # type: ignore[arg-type]
+    around = fake.look(0, PLAN)
+    adaptation.decide(0, around)
+    adaptation.learn(outcome(0, 120, peak_bytes={0: 130.0}))
+    fake.answers = [SimpleNamespace(moves=True)]
+    for step in (1, 1, 2):
+        adaptation.decide(step, around)
+    adaptation.learn(outcome(2, 120, peak_bytes={0: 140.0}))
+    adaptation.decide(3, around)
+    known = [boundary.signals.free_memory_bytes is not None for boundary in fake.boundaries]
+    assert known == [False, True, False, False, True]
 
 
 def test_a_pause_that_is_predicted_is_not_counted_again():

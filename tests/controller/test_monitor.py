@@ -89,3 +89,10 @@ def test_responses_at_the_cap_are_called_a_training_problem():
     assert describe_cap(0.5, 4096) is None
     warning = describe_cap(0.51, 4096)
     assert warning is not None and "training problem" in warning and "4096" in warning
+
+
+def test_a_boundary_that_is_looked_at_again_ends_no_interval():
+    monitor = Monitor()
+    for step in (10, 30, 30, 30):
+        monitor.note_crossing(POOL, step)
+    assert monitor.horizon((POOL,)) == 20

@@ -37,6 +37,12 @@ def test_every_change_finds_its_decision(run: SampleRun):
     assert match_moves(refused, run.transitions[1:2])[0].decision is None
 
 
+def test_a_plan_that_the_run_was_built_again_on_is_not_told_of_as_undone(run: SampleRun):
+    line = dict(run.transitions[2], outcome="recovered", reason="device 0 was lost")
+    kinds = [match_moves(run.decisions, [dict(line, in_force=plan)])[0].kind for plan in ("to", "from")]
+    assert kinds == ["urgent", "undone"]
+
+
 def test_a_decision_in_words(run: SampleRun):
     assert describe_decision(run.decisions[2]).startswith("urgent before step 10: The plan needs devices that are gone")
 

@@ -37,8 +37,8 @@ def test_of_the_first_step_nothing_was_predicted_but_it_ran_on_the_first_plan():
     compared = compare_with_first_plan([first, line(1, 2.5, 2.0, 3.0)])
     assert compared is not None and compared.first_plan_s == (2.0, pytest.approx(3.0))
     assert compared.outgrown_at is None
-    (plan,) = split_by_plan([first, line(1, 2.5, 3.0, 3.0)])
-    assert (plan.mean_predicted_s, plan.error) == (3.0, pytest.approx(0.5))
+    (plan,) = split_by_plan([first | {"seconds": {"total": 9.0, "transition": 0.0}}, line(1, 2.5, 3.0, 3.0)])
+    assert (plan.mean_s, plan.mean_predicted_s, plan.error) == (2.0, 3.0, pytest.approx(0.5))
 
 
 def test_without_predictions_nothing_is_compared():

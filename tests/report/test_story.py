@@ -18,6 +18,14 @@ def test_the_story_is_told_in_order():
     assert texts[8].text.startswith("Change 2. Tried again: actor.generation")
 
 
+def test_a_change_that_took_a_way_through_the_last_commit_says_why():
+    run = SampleRun()
+    line = dict(run.transitions[2], outcome="recovered", in_force="to", reason="device 0 was lost")
+    entries, _ = tell_story(run.metrics, run.decisions, [*run.transitions[:2], line])
+    texts = [entry.text for entry in entries if entry.step == 10 and "device 0 was lost" in entry.text]
+    assert len(texts) == 1 and "undone" not in texts[0]
+
+
 def test_of_a_long_story_what_matters_is_kept():
     run = SampleRun()
     keeps = [dict(run.decisions[3], step=step) for step in range(100)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from nereus.runtime.communicator import CommunicatorAborted
 from nereus.runtime.shard_feeds import FeedEnd, ShardFeeds
+from nereus.runtime.transition_sets import TransitionSets
 from storage.manifest import ShardRecord
 
 
@@ -57,6 +59,15 @@ def test_what_comes_for_an_earlier_attempt_is_not_read():
     feeds.clear()
     feeds.put("restore of attempt 2", FeedEnd())
     assert list(feeds.records("restore of attempt 2", go_on)) == []
+
+
+def test_a_primitive_has_a_feed_of_its_own_in_every_attempt():
+    reader = SimpleNamespace(id="actor.training/restore/0")
+    one, other = (
+        TransitionSets(None, None, SimpleNamespace(primitives=()), {}, step=3, committed=None)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    assert one._feed_of(reader) == one._feed_of(reader) != other._feed_of(reader)  # type: ignore[arg-type]
 
 
 def test_a_wait_is_broken_off_by_its_check():

@@ -51,7 +51,8 @@ class LocalEngine(Engine):
         """Describe the workers; none is started yet.
 
         Args:
-            service: "package.module:Class"; each worker makes one `Class(context: WorkerContext)`, a command calls a
+            service: "package.module:Class"; modules that its `PRELOADED` names, if it has one, are imported once for
+                all workers. Each worker makes one `Class(context: WorkerContext)`, a command calls a
                 method of it. A method `close`, if there is one, is called at the worker's orderly end.
             device: "cpu" or "cuda"; a device's id is its index.
             threads_per_device: torch threads, and cores that a worker is pinned to while there are enough.

@@ -10,6 +10,7 @@ Python's own forkserver isn't used: it runs the driver's main module again, whic
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -110,6 +111,8 @@ class _NurseryProcess:
         parent = os.getppid()
         try:
             service = load_service(self._settings.service)
+            for module in getattr(service, "PRELOADED", ()):
+                importlib.import_module(module)
         except Exception as error:
             traceback.print_exc()
             self._report({"failed": f"{type(error).__name__}: {error}"[:1000]})

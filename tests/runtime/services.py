@@ -17,7 +17,10 @@ from nereus.runtime.worker import WorkerContext
 class PlainService:
     """Commands that need no peers."""
 
+    PRELOADED = ("colorsys",)
+
     def __init__(self, context: WorkerContext) -> None:
+        self.was_loaded = "colorsys" in sys.modules
         self.context = context
         self.kept: list[torch.Tensor] = []
 
@@ -29,6 +32,7 @@ class PlainService:
             "threads": torch.get_num_threads(),
             "cores": os.sched_getaffinity(0),
             "huge_pages": os.environ["THP_MEM_ALLOC_ENABLE"],
+            "preloaded": self.was_loaded,
         }
 
     def echo(self, value: Any) -> Any:

@@ -68,10 +68,25 @@ def test_messages_carry_views_by_value_and_any_dtype() -> None:
     copy["view"].add_(1)
 
 
+def test_a_pipeline_stage_imports_nothing_in_a_worker() -> None:
+    """A gradient that comes from the next stage has torch import what it needs; memory and time of every worker."""
+    script = (
+        "import importlib, sys, torch\n"
+        "from nereus.runtime.rank import Rank\n"
+        "[importlib.import_module(name) for name in Rank.PRELOADED]\n"
+        "known = set(sys.modules)\n"
+        "torch.ones(2, requires_grad=True).exp().backward(torch.ones(2))\n"
+        "print(len(set(sys.modules) - known))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert int(ran.stdout) < 10
+
+
 def test_workers_run_commands_with_their_threads_and_cores(engine: LocalEngine) -> None:
     results = run_command(engine, "describe", {0: {}, 1: {}}, label="test", step=None)
     assert [results[device]["device"] for device in (0, 1)] == [0, 1]
     assert all(result["threads"] == 1 and result["huge_pages"] == "1" for result in results.values())
+    assert all(result["preloaded"] for result in results.values())
     if len(os.sched_getaffinity(0)) >= 2:
         assert results[0]["cores"].isdisjoint(results[1]["cores"])
     assert results[0]["torch_device"] == "cpu" and set(engine.pids()) == {0, 1}

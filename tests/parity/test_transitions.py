@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nereus.runtime.engine import run_command
 from nereus.runtime.job import prepare_job
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.session import Session
+from nereus.staged_state import PREFIXES
 from nereus.transition.speeds import Speeds
 from storage.journal import Journal
 from storage.records import read_records
@@ -81,12 +83,12 @@ def read_whole_state(session: Session, engine: LocalEngine, name: str) -> State:
     """Return all tensors of a training model-stage, which every replica must hold with the same bits."""
     wholes = []
     for devices in session.plan[name].replicas:
-        parts = run_command(engine, "read_state", {d: {"model_stage": name} for d in devices}, label=name, step=None)
-        shapes = {tensor: array.shape for part in parts.values() for _, tensor, array in part}
-        whole: dict[str, dict[tuple[int, ...], np.ndarray]] = {tensor: {} for tensor in shapes}
-        for part in parts.values():
-            for starts, tensor, array in part:
-                whole[tensor][tuple(starts)] = array
+        whole: dict[str, dict[tuple[int, ...], np.ndarray]] = defaultdict(dict)
+        for prefix in PREFIXES:
+            kwargs = {device: {"model_stage": name, "prefixes": [prefix]} for device in devices}
+            for part in run_command(engine, "read_state", kwargs, label=name, step=None).values():
+                for starts, tensor, array in part:
+                    whole[tensor][tuple(starts)] = array
         wholes.append({tensor: _assemble(pieces) for tensor, pieces in whole.items()})
     for other in wholes[1:]:
         assert all(np.array_equal(wholes[0][tensor], array) for tensor, array in other.items())

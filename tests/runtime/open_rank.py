@@ -15,10 +15,16 @@ from nereus.staged_state import PREFIXES
 class OpenRank(Rank):
     """The real worker, with one more command."""
 
-    def read_state(self, model_stage: str) -> list[tuple[Sequence[int], str, np.ndarray]]:
-        """Return the parameters and moments that this rank owns, as (starts, name, array), from live memory."""
+    def read_state(
+        self, model_stage: str, prefixes: Sequence[str] = PREFIXES
+    ) -> list[tuple[Sequence[int], str, np.ndarray]]:
+        """Return the parameters and moments that this rank owns, as (starts, name, array), from live memory.
+
+        Args:
+            prefixes: of those wanted; an answer takes as much memory again, and a device may be nearly full.
+        """
         unit = self.units[model_stage]
         assert unit.staged is not None
         parts = owned_slices(unit.shard.spec, unit.shard.layout, unit.shard.rank)
-        named = [replace(part, name=prefix + part.name) for prefix in PREFIXES for part in parts if part.num_elements]
-        return [(part.starts, part.name, unit.staged.find(part).detach().numpy().copy()) for part in named]
+        named = [replace(part, name=prefix + part.name) for prefix in prefixes for part in parts if part.num_elements]
+        return [(part.starts, part.name, unit.staged.find(part).detach().numpy()) for part in named]

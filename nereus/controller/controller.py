@@ -106,8 +106,8 @@ class Controller:
             triggers = self._add_trigger(cause, triggers, boundary.step)
             return self._replan(boundary, efficiencies, triggers, None)
         # Where a step has chosen its settings anew, for lengths that it had drawn, they say nothing of this one.
-        is_settled = self._fitted is not None and not moves_state(self._fitted, self.plan)
-        as_it_was = keep_settings((is_settled and self._fitted) or self.plan, refitted.plan)
+        settled = self.plan if self._fitted is None or moves_state(self._fitted, self.plan) else self._fitted
+        as_it_was = keep_settings(settled, refitted.plan)
         if as_it_was != refitted.plan and not self._planning.fits(boundary, as_it_was):
             triggers = self._add_trigger(MEMORY_VIOLATION, triggers, boundary.step)
         triggers = self._opportunities(boundary.step, triggers)

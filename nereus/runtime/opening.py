@@ -157,13 +157,9 @@ def _is_new_plan(config: RunConfig, recorded: RecordedRun) -> bool:
     commits = live_commits(recorded.entries)
     if not commits:
         return False
-    was: dict[str, Any] = {}
-    for entry in recorded.entries:
-        if entry.kind == "take_over":
-            was = entry.body["config"]
-        if entry.number == commits[-1].number:
-            break
-    return bool(config.model_dump(mode="json")["plan"] != was.get("plan"))
+    drivers = (entry for entry in reversed(recorded.entries) if entry.kind == "take_over")
+    committed_by = next(entry for entry in drivers if entry.number < commits[-1].number)
+    return bool(config.model_dump(mode="json")["plan"] != committed_by.body["config"].get("plan"))
 
 
 def _settle_in(run: OpenRun, claim: str) -> None:

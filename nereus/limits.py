@@ -18,8 +18,22 @@ MOST_SHARDS_IN_FLIGHT = max(SHARDS_IN_FLIGHT, REMOTE_SHARDS_IN_FLIGHT)
 # What a worker holds of them on their way: a block each; for an object store up to 2.4 times the shards (measured).
 STAGING_BUFFER_BYTES = SHARDS_IN_FLIGHT << 20
 REMOTE_STAGING_BUFFER_BYTES = 5 * REMOTE_SHARDS_IN_FLIGHT * REMOTE_SHARD_BYTES // 2
+# Ranks of one host sum through slots of shared memory, two a rank and group; what is at most so small goes whole.
+REDUCE_SLOT_BYTES, REDUCE_WHOLE_BYTES = 2 << 20, 256 << 10
 # What a worker's reader of staged state holds beside the tensors that it fills.
 RESTORE_BUFFER_BYTES = 32 << 20
+
+
+def reduce_slots_bytes(num_ranks: int, message_bytes: int) -> int:
+    """Return the bytes of slots that a rank of a group touches while it sums messages of at most so many bytes.
+
+    Small messages are read whole in the slots of all ranks; of large ones a rank fills its own slot and reads two
+    parts of each other one: what it sums, and what that rank has summed.
+    """
+    if num_ranks == 1:
+        return 0
+    whole = num_ranks * min(message_bytes, REDUCE_WHOLE_BYTES)
+    return 2 * max(whole, (3 * num_ranks - 2) * min(message_bytes, REDUCE_SLOT_BYTES) // num_ranks)
 
 
 def logits_chunk_rows(num_rows: int, vocab_local: int, element_bytes: int) -> int:

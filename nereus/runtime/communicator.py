@@ -281,6 +281,16 @@ class Communicator:
         if isinstance(self._group, _SharedGroup):
             self._group.trim()
 
+    def release_slots(self) -> None:
+        """Give the memory of sums back to the system, after a stage of a step; all ranks call it.
+
+        Raises:
+            CommunicatorAborted: the abort flag was set.
+            CommunicatorError: a peer is gone, or is in another operation.
+        """
+        if isinstance(self._group, _SharedGroup):
+            self._group.release_slots()
+
     def close(self) -> None:
         """Leave the group; may be called twice, and by each rank at its own time once all transfers are over."""
         self._buffers.clear()

@@ -47,6 +47,11 @@ class Links:
     def next(self) -> int:
         return self.rank + self.layout.tp
 
+    def release_slots(self) -> None:
+        """Give the memory of large sums back to the system at the end of a stage; all ranks call it."""
+        self.tp.release_slots()
+        self.dp.release_slots()
+
     def close(self) -> None:
         for communicator in (self.dp, self.tp, self.replica):
             communicator.close()

@@ -128,19 +128,26 @@ class Rank:
             )
         finally:
             shard.drop_prepared()
+        unit.links.release_slots()
         return responses if unit.links.rank == 0 else None
 
     def infer_logprobs(self, model_stage: str, work: InferenceWork, temperature: float) -> list[np.ndarray]:
         unit = self.units[model_stage]
-        return infer_logprobs(unit.shard, unit.links, work, temperature)
+        logprobs = infer_logprobs(unit.shard, unit.links, work, temperature)
+        unit.links.release_slots()
+        return logprobs
 
     def infer_values(self, model_stage: str, work: InferenceWork) -> list[np.ndarray]:
         unit = self.units[model_stage]
-        return infer_values(unit.shard, unit.links, work)
+        values = infer_values(unit.shard, unit.links, work)
+        unit.links.release_slots()
+        return values
 
     def infer_scores(self, model_stage: str, work: InferenceWork) -> list[np.ndarray]:
         unit = self.units[model_stage]
-        return infer_scores(unit.shard, unit.links, work)
+        scores = infer_scores(unit.shard, unit.links, work)
+        unit.links.release_slots()
+        return scores
 
     def train(self, model_stage: str, work: TrainingWork, learning_rate: LearningRate) -> TrainingStats:
         """Run all updates of a step of actor.training or critic.training."""
@@ -148,6 +155,7 @@ class Rank:
         assert unit.training is not None
         stats = unit.training.train(work, learning_rate)
         unit.links.replica.trim()
+        unit.links.release_slots()
         return stats
 
     def probe(self, order: ProbeOrder) -> ProbeResult:

@@ -3,7 +3,7 @@
 One segment a group. Every rank has a counter on a cache line of its own, a header line and a slot, the latter two
 twice (double buffering):
 
-    counters [size] | headers [2][size] | mailbox area | slots [2][size][SLOT_BYTES]
+    counters [size] | headers [2][size] | mailbox area | slots [2][size][REDUCE_SLOT_BYTES]
 
 A barrier is: add one to my counter, then wait until no counter is behind mine. Buffers alternate with every use, so a
 buffer is written again only after a barrier that its last readers entered when they were done: one barrier is enough
@@ -23,10 +23,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nereus.limits import REDUCE_SLOT_BYTES, REDUCE_WHOLE_BYTES
 from nereus.runtime.waiting import CommunicatorError, PeerWatch, wait_until
 
-SLOT_BYTES = 2 << 20
-DIRECT_BYTES = 256 << 10
 _LINE_BYTES = 64
 _LINE_WORDS = _LINE_BYTES // 8
 _PAGE_BYTES = 4096
@@ -79,15 +78,16 @@ class SharedSegment:
 
     def __init__(self, descriptor: int, size: int, mailbox_bytes: int) -> None:
         self.descriptor: int | None = descriptor
+        self._size = size
         self.mailbox_offset_bytes = 3 * size * _LINE_BYTES
         self.slots_offset_bytes = -(-(self.mailbox_offset_bytes + mailbox_bytes) // _PAGE_BYTES) * _PAGE_BYTES
-        self.num_bytes = self.slots_offset_bytes + 2 * size * SLOT_BYTES
+        self.num_bytes = self.slots_offset_bytes + 2 * size * REDUCE_SLOT_BYTES
         if os.fstat(descriptor).st_size == 0:
             os.ftruncate(descriptor, self.num_bytes)
         assert os.fstat(descriptor).st_size == self.num_bytes, "ranks disagree about the group's size"
-        memory = mmap.mmap(descriptor, self.num_bytes)
-        self.words = memoryview(memory).cast("q")
-        self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self._memory = mmap.mmap(descriptor, self.num_bytes)
+        self.words = memoryview(self._memory).cast("q")
+        self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     @classmethod
     def create(cls, size: int, mailbox_bytes: int) -> "SharedSegment":
@@ -104,6 +104,15 @@ class SharedSegment:
         segment = cls(open_descriptor_of(pid, descriptor), size, mailbox_bytes)
         segment.close_descriptor()
         return segment
+
+    def slot_offset_bytes(self, buffer: int, rank: int) -> int:
+        """Return where the slot of a rank begins in one of the two buffers."""
+        return self.slots_offset_bytes + (buffer * self._size + rank) * REDUCE_SLOT_BYTES
+
+    def release_slots(self, rank: int) -> None:
+        """Give the pages of a rank's slots back to the system, in all processes; the next sum finds new ones."""
+        for buffer in (0, 1):
+            self._memory.madvise(mmap.MADV_REMOVE, self.slot_offset_bytes(buffer, rank), REDUCE_SLOT_BYTES)
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the memory lives as long as somebody maps it."""
@@ -133,15 +142,23 @@ class SharedCollectives:
         self._buffer = 0
         self._peers = [peer * _LINE_WORDS for peer in range(size) if peer != rank]
         self._views: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
+        self._holds_slots = False  # the same on all ranks, as their operations are
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self._signal()
         self._await_peers("a barrier")
 
+    def release_slots(self) -> None:
+        """Give the memory of sums that are over back to the system; all ranks call it, as any other operation."""
+        if self._holds_slots:
+            self.barrier()  # the others have read what they want
+            self._segment.release_slots(self._rank)
+            self._holds_slots = False
+
     def all_reduce(self, flat: torch.Tensor, op: str) -> None:
         """Reduce a flat contiguous tensor in place, in rank order; bitwise equal on all ranks."""
-        if flat.numel() * flat.element_size() > DIRECT_BYTES:
+        if flat.numel() * flat.element_size() > REDUCE_WHOLE_BYTES:
             self._all_reduce_chunks(flat, op)
             return
         slots = self._take_slots(flat.dtype, flat.numel())
@@ -154,7 +171,7 @@ class SharedCollectives:
 
         The next chunk is offered before the sums of this one are fetched, so ranks wait for each other less.
         """
-        chunks = flat.split(SLOT_BYTES // flat.element_size())
+        chunks = flat.split(REDUCE_SLOT_BYTES // flat.element_size())
         slots = self._offer_chunk(chunks[0], op)
         for index, chunk in enumerate(chunks):
             bounds = self._bounds(chunk)
@@ -184,7 +201,7 @@ class SharedCollectives:
 
     def broadcast(self, flat: torch.Tensor, src: int) -> None:
         """Copy the flat contiguous tensor of rank `src` into that of every rank."""
-        per_chunk = SLOT_BYTES // flat.element_size()
+        per_chunk = REDUCE_SLOT_BYTES // flat.element_size()
         for start in range(0, flat.numel(), per_chunk):
             chunk = flat[start : start + per_chunk]
             slots = self._take_slots(flat.dtype, chunk.numel())
@@ -200,7 +217,7 @@ class SharedCollectives:
         num_rows = tensor.shape[0] if tensor.dim() else 1
         flat = tensor.view(-1)
         rows, outputs, start, rounds = [0], [], 0, 1
-        per_chunk = SLOT_BYTES // flat.element_size()
+        per_chunk = REDUCE_SLOT_BYTES // flat.element_size()
         while rounds > 0:
             slots = self._take_slots(flat.dtype, per_chunk)
             mine = flat[start : start + per_chunk]
@@ -222,14 +239,14 @@ class SharedCollectives:
     def _take_slots(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
         """Switch to the other buffer and return its slots as tensors of `count` elements, one a rank."""
         self._buffer ^= 1
+        self._holds_slots = True
         key = (dtype, count, self._buffer)
         slots = self._views.get(key)
         if slots is None:
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
-            start = self._segment.slots_offset_bytes + self._buffer * self._size * SLOT_BYTES
             num_bytes = count * dtype.itemsize
-            offsets = [start + rank * SLOT_BYTES for rank in range(self._size)]
+            offsets = [self._segment.slot_offset_bytes(self._buffer, rank) for rank in range(self._size)]
             slots = [self._segment.data[offset : offset + num_bytes].view(dtype) for offset in offsets]
             self._views[key] = slots
         return slots

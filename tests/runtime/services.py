@@ -223,6 +223,27 @@ class GroupService:
             held.append(_shared_bytes())
         return held[0], held[1], bool((received == 2).all())
 
+    def sum_and_release(self, counts: list[int]) -> list[tuple[int, int, bool]]:
+        """Sum so many float32 for each count; return the shared bytes that came with it and those that stayed after the
+        slots were released, and whether the sum was right."""
+        group = self._group
+        result = []
+        for count in counts:
+            group.release_slots()
+            group.barrier()
+            before = _shared_bytes()
+            for _ in range(2):  # both buffers
+                flat = torch.full((count,), 1.0 + group.rank)
+                group.all_reduce(flat)
+            group.barrier()
+            held = _shared_bytes()
+            group.release_slots()
+            group.barrier()
+            is_right = bool((flat == group.size * (group.size + 1) / 2).all())
+            result.append((held - before, _shared_bytes() - before, is_right))
+            group.barrier()
+        return result
+
     def block(self, way: str) -> None:
         """Wait for a peer that never comes."""
         if way == "recv":

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from nereus.limits import REDUCE_SLOT_BYTES, REDUCE_WHOLE_BYTES, reduce_slots_bytes
 from nereus.runtime import waiting
 from nereus.runtime.communicator import Communicator, CommunicatorAborted, CommunicatorError, _shared_client
 from nereus.runtime.engine import run_command
 from nereus.runtime.local import LocalEngine, _open_store
-from nereus.runtime.shared_reduce import DIRECT_BYTES, SLOT_BYTES
 
 GROUP = f"{__package__ or 'tests.runtime'}.services:GroupService"
 
@@ -53,7 +53,7 @@ def group(engine: LocalEngine, request: pytest.FixtureRequest) -> Group:
     return Group(engine, *request.param)
 
 
-SIZES = [1, 7, 2048, DIRECT_BYTES // 8, SLOT_BYTES // 8 + 3, 3 * SLOT_BYTES // 4 + 1]
+SIZES = [1, 7, 2048, REDUCE_WHOLE_BYTES // 8, REDUCE_SLOT_BYTES // 8 + 3, 3 * REDUCE_SLOT_BYTES // 4 + 1]
 
 
 def test_all_reduce_sums_in_rank_order_bit_for_bit(group: Group) -> None:
@@ -90,7 +90,7 @@ def test_all_gather_of_uneven_parts(group: Group, rows: int) -> None:
         assert all(torch.equal(result, part) for result, part in zip(gathered, parts, strict=True))
 
 
-@pytest.mark.parametrize("count", [3, SLOT_BYTES])
+@pytest.mark.parametrize("count", [3, REDUCE_SLOT_BYTES])
 def test_broadcast(group: Group, count: int) -> None:
     src = group.size - 1
     parts = [torch.full((count,), float(rank)) for rank in range(group.size)]
@@ -125,6 +125,17 @@ def test_trimming_gives_the_memory_of_read_messages_back(engine: LocalEngine) ->
     for before, after, is_right in Group(engine, 2, True).run("send_and_trim", *[{"num_bytes": num_bytes}] * 2):
         assert before - after >= 2 * num_bytes  # the buffer of this rank, and the peer's that is mapped here
         assert is_right
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_hold_as_much_shared_memory_as_is_predicted_and_give_it_back(engine: LocalEngine, size: int) -> None:
+    counts = [60_000, 200_000, 3 * REDUCE_SLOT_BYTES // 4]  # summed whole, in one chunk, in three
+    for measured in Group(engine, size, True).run("sum_and_release", *[{"counts": counts}] * size):
+        for count, (held, left, is_right) in zip(counts, measured, strict=True):
+            predicted = reduce_slots_bytes(size, 4 * count)
+            assert is_right
+            assert 0.9 * predicted <= held <= 1.1 * predicted + 2**17, (count, held, predicted)  # whole pages
+            assert left <= 2**17, (count, left)
 
 
 def test_one_rank_needs_no_connection() -> None:

@@ -35,6 +35,8 @@ _EXIT_GRACE_S = 1.0
 _Command = tuple[int, str, dict[str, Any]]
 # The system caps what is mapped, and a heap has more mapped than is used: it keeps what was freed in its midst.
 HEAP_ALLOWANCE = 1.5
+# Stacks of threads that start under the cap, and the heaps that they are given: mapped, hardly touched.
+STACKS_BYTES = 32 << 20
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 # Threads beside the main one get this much less of a core that both want (Linux has a niceness for each thread).
 _BESIDE_NICENESS = 5
@@ -112,7 +114,7 @@ class WorkerContext:
         """
         if self.torch_device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
-        library_bytes = max(0, self._file_backed_bytes - self._baseline_file_backed_bytes)
+        library_bytes = max(0, _read_status_bytes("RssFile") - self._baseline_file_backed_bytes)
         return max(0, peak_rss_bytes() - self.baseline_rss_bytes - library_bytes)
 
     def mapped_bytes(self) -> int:
@@ -122,7 +124,8 @@ class WorkerContext:
         """
         if self.torch_device.type == "cuda":
             return 0
-        return int(max(0, _read_status_bytes("VmData") - self.baseline_data_bytes) / HEAP_ALLOWANCE)
+        mapped = _read_status_bytes("VmData") - self.baseline_data_bytes - STACKS_BYTES
+        return int(max(0, mapped) / HEAP_ALLOWANCE)
 
 
 def rss_bytes() -> int:
@@ -235,6 +238,7 @@ class _Worker:
         torch_device = torch.device("cuda", self._device) if on_cuda else torch.device(self._settings.device_type)
         if on_cuda:
             torch.cuda.set_device(torch_device)
+        trim_heap()  # what the nursery had freed is no memory of this worker
         context = WorkerContext(
             self._device,
             torch_device,
@@ -245,7 +249,7 @@ class _Worker:
             self._spending,
         )
         if self._settings.memory_bytes is not None and not on_cuda:
-            limit = context.baseline_data_bytes + int(HEAP_ALLOWANCE * self._settings.memory_bytes)
+            limit = context.baseline_data_bytes + STACKS_BYTES + int(HEAP_ALLOWANCE * self._settings.memory_bytes)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return context
 

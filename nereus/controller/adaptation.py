@@ -14,6 +14,7 @@ from nereus.cost.calibration import Calibration
 from nereus.cost.efficiency import CLASSES, Efficiencies
 from nereus.cost.load import StepLoad
 from nereus.cost.operations import Operations
+from nereus.cost.rank_memory import Workload
 from nereus.cost.step import combine_tasks
 from nereus.plan import Plan
 
@@ -71,6 +72,7 @@ class Adaptation:
     _previous_longest: float | None = None
     _is_free_memory_old: bool = False  # it was that of the plan before a move
     _assumed_tokens: float | None = None  # the longest response that the last decision was made for
+    _assumes_drawn: bool = False  # it took the others to be as long as they were
 
     def decide(self, step: int, around: Surroundings) -> Decision | None:
         """Decide at the boundary before a step what it runs on; see `Controller.decide`.
@@ -87,10 +89,10 @@ class Adaptation:
         return self._decide(step, around)
 
     def _decide(self, step: int, around: Surroundings) -> Decision | None:
-        """Decide for the lengths that are expected; where nothing fits them, for shorter ones: they are a guess."""
+        """Decide for the lengths that are expected; where nothing fits them, for less: they are a guess."""
         failure: NoPlanError | None = None
-        for tokens in self._lengths():
-            self._assumed_tokens = tokens
+        for tokens, drawn in self._lengths():
+            self._assumed_tokens, self._assumes_drawn = tokens, drawn
             try:
                 decision = self.controller.decide(self.boundary(step, around), self.calibration.efficiencies())
                 self._is_free_memory_old |= decision is not None and decision.moves
@@ -100,12 +102,15 @@ class Adaptation:
         assert failure is not None
         raise failure
 
-    def _lengths(self) -> Sequence[float]:
-        """Return the longest responses to plan for: as expected, then as known; of a guess ever shorter ones."""
+    def _lengths(self) -> Sequence[tuple[float, bool]]:
+        """Return the longest responses to plan for, and whether the others are as they were in the last step.
+
+        First all are as long as the longest that is expected, then as the longest that is known. A guess is halved.
+        """
         expected, last = self._expected_tokens, self.load.longest_tokens
         if self.has_learned or self.load.response_tokens_longest is not None:
-            return (expected, last) if last < expected else (expected,)
-        return [expected / 2**halvings for halvings in range(max(1, int(expected).bit_length()))]
+            return [*([(expected, False)] if last < expected else []), (last, False), (last, True)]
+        return [(expected / 2**halvings, False) for halvings in range(max(1, int(expected).bit_length()))]
 
     def boundary(self, step: int, around: Surroundings) -> Boundary:
         """Return a boundary as the controller sees it."""
@@ -123,8 +128,12 @@ class Adaptation:
         )
         return Boundary(
             step, around.cluster, self.load, self.memory_tokens, signals, around.lost,
-            memory_factor=self.memory_factor,
+            memory_factor=self.memory_factor, drawn=self._assumes_drawn,
         )  # fmt: skip
+
+    def workload(self, *, accelerator: bool) -> Workload:
+        """Return the workload that memory is predicted for, as the last decision has it."""
+        return self.load.memory_workload(self.memory_tokens, accelerator=accelerator, drawn=self._assumes_drawn)
 
     @property
     def memory_factor(self) -> float:
@@ -155,6 +164,7 @@ class Adaptation:
         """Take in what a step came to; one that was broken off says what its memory was, and little else."""
         assert self.cluster is not None
         plan, load, self._assumed_tokens = self.controller.plan, self.load_of(outcome), None
+        self._assumes_drawn = False
         if outcome.completed:
             self.controller.note_step(outcome.step, outcome.seconds)
             self._previous_longest, self.load = self.load.longest_tokens, load

@@ -11,6 +11,7 @@ from nereus.cluster import Cluster
 from nereus.controller.monitor import Signals
 from nereus.cost.efficiency import Efficiencies
 from nereus.cost.load import StepLoad
+from nereus.cost.rank_memory import Workload
 from nereus.plan import Plan
 from nereus.transition.price import TransitionPrice, changes_layout, moves_state
 
@@ -28,6 +29,7 @@ class Boundary:
         memory_tokens: response length that memory is predicted for.
         lost: devices whose memory is gone; those that left with notice can still be read.
         memory_factor: what predicted peaks are to be multiplied by, as measured peaks have it.
+        drawn: the responses of `load` are in hand; else memory must take as many of the longest as there are samples.
     """
 
     step: int
@@ -37,6 +39,13 @@ class Boundary:
     signals: Signals = field(default_factory=Signals)
     lost: frozenset[int] = frozenset()
     memory_factor: float = 1.0
+    drawn: bool = False
+
+    @property
+    def workload(self) -> Workload:
+        """What memory is predicted for."""
+        accelerator = self.cluster.kind.accelerator
+        return self.load.memory_workload(self.memory_tokens, accelerator=accelerator, drawn=self.drawn)
 
 
 @dataclass(frozen=True)

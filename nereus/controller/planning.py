@@ -70,9 +70,8 @@ class CostPlanning:
     def fits(self, boundary: Boundary, plan: Plan) -> bool:
         """Return whether memory takes a plan as it is, micro-batches and recomputation included."""
         cluster, job = boundary.cluster, self._job
-        workload = boundary.load.memory_workload(boundary.memory_tokens, accelerator=cluster.kind.accelerator)
         capacities = {device: int(held / boundary.memory_factor) for device, held in cluster.capacities.items()}
-        return fits(plan, job.specs, workload, job.precision, capacities)
+        return fits(plan, job.specs, boundary.workload, job.precision, capacities)
 
     def refit_all(
         self, boundary: Boundary, efficiencies: Efficiencies, plans: Sequence[Plan]
@@ -102,7 +101,7 @@ class CostPlanning:
 
     def _setting(self, boundary: Boundary, efficiencies: Efficiencies) -> Setting:
         job = replace(self._job, load=boundary.load)
-        return Setting.of(job, boundary.cluster, efficiencies, boundary.memory_tokens, boundary.memory_factor)
+        return Setting(job, boundary.cluster, efficiencies, boundary.workload, boundary.memory_factor)
 
 
 @dataclass
@@ -123,6 +122,6 @@ class CostPredictor:
 
     def peaks(self, plan: Plan, load: StepLoad) -> dict[int, int]:
         longest = load.longest_tokens + self.prompt_margin_tokens
-        workload = load.memory_workload(longest, accelerator=self.accelerator)
+        workload = load.memory_workload(longest, accelerator=self.accelerator, drawn=True)
         peaks = estimate_memory(plan, self.job.specs, workload, self.job.precision)
         return {device: peak.total for device, peak in peaks.items()}

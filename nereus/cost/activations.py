@@ -151,10 +151,10 @@ def _gradient_bytes(rows: int, columns: int, num_tokens: int, precision: str) ->
 def training_moments(
     sizes: RankSizes,
     *,
-    live_samples: int,
-    one_samples: int,
+    live_tokens: int,
+    one_tokens: int,
+    one_rows: int,
     sequence_tokens: int,
-    response_tokens: int,
     recompute: bool,
     precision: str,
 ) -> tuple[dict[str, int], ...]:
@@ -163,15 +163,16 @@ def training_moments(
     They are: the head's log-probs and gradients, with all activations kept, and the last layer's backward pass.
 
     Args:
-        live_samples: samples of all micro-batches whose forward pass is done and whose backward pass isn't.
-        one_samples: samples of one micro-batch.
-        sequence_tokens, response_tokens: the longest of one sample.
+        live_tokens: tokens of all micro-batches whose forward pass is done and whose backward pass isn't.
+        one_tokens: tokens of one micro-batch.
+        one_rows: response tokens of one micro-batch.
+        sequence_tokens: tokens of the longest sample.
     """
     hidden, size = sizes.spec.hidden, COMPUTE_BYTES[precision]
     layer = _layer_bytes(sizes, precision)
     a_token = sizes.layers * (hidden * size if recompute else layer) + _ends_bytes(sizes, precision)
-    kept = live_samples * sequence_tokens * (a_token + PACKED_TOKEN_BYTES)
-    tokens, rows = one_samples * sequence_tokens, one_samples * response_tokens
+    kept = live_tokens * (a_token + PACKED_TOKEN_BYTES)
+    tokens, rows = one_tokens, one_rows
     again = layer if recompute else 0
     backward = tokens * (again + _backward_bytes(sizes, precision)) + _sequence_bytes(sizes, sequence_tokens, precision)
     # An MLP's matrix is the largest of a layer; its gradient is made when two of the MLP's intermediates are gone.

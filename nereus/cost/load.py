@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,12 +82,15 @@ class StepLoad:
             return mean * window - window**2 / 2
         return (mean**2 + self.response_variance) / 2
 
-    def memory_workload(self, response_tokens: float | None = None, *, accelerator: bool = True) -> Workload:
+    def memory_workload(
+        self, response_tokens: float | None = None, *, accelerator: bool = True, drawn: bool = False
+    ) -> Workload:
         """Return the workload that memory is predicted for.
 
         Args:
             response_tokens: the longest response that must fit; None: the p95 length.
             accelerator: whether devices have memory of their own (`NodeKind.accelerator`).
+            drawn: the lengths are those of samples in hand, so no micro-batch holds only the longest.
         """
         length = self.response_tokens_p95 if response_tokens is None else response_tokens
         return Workload(
@@ -97,4 +101,6 @@ class StepLoad:
             accelerator=accelerator,
             slot_tokens=self.slot_tokens,
             staging_buffer_bytes=self.staging_buffer_bytes,
+            mean_response_tokens=math.ceil(self.response_tokens) if drawn else None,
+            response_deviation=math.ceil(math.sqrt(self.response_variance)) if drawn else 0,
         )

@@ -43,10 +43,16 @@ class MemoryFactor:
 
     def factor(self) -> float:
         """Return the factor: about 1.11 before the first measurement."""
-        precision = _PRIOR**-2 + len(self._ratios) * _NOISE**-2
-        mean = sum(math.log(ratio) for ratio in self._ratios) * _NOISE**-2 / precision
-        margin = _SAFETY * math.sqrt(1.0 / precision + (_NOISE**2 if self._ratios else 0.0))
-        return max(_LEAST, math.exp(mean + margin), *self._ratios, *self._lacks)
+        margin = _SAFETY * math.sqrt(1.0 / self._precision + (_NOISE**2 if self._ratios else 0.0))
+        return max(_LEAST, self.ratio() * math.exp(margin), *self._ratios, *self._lacks)
+
+    def ratio(self) -> float:
+        """Return what measured / predicted is most likely to be, without a margin; 1 before the first measurement."""
+        return math.exp(sum(math.log(ratio) for ratio in self._ratios) * _NOISE**-2 / self._precision)
+
+    @property
+    def _precision(self) -> float:
+        return _PRIOR**-2 + len(self._ratios) * _NOISE**-2
 
     def to_record(self) -> dict[str, list[float]]:
         return {"ratios": list(self._ratios), "lacks": list(self._lacks)}

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereus.cost.activations import COMPUTE_BYTES, PACKED_TOKEN_BYTES, lifted_bytes
-from nereus.limits import GRADIENT_BLOCK_ELEMENTS, LOGITS_BLOCK_BYTES, LOGITS_BUFFER_BYTES
+from nereus.limits import (
+    GRADIENT_BLOCK_ELEMENTS,
+    LOGITS_BLOCK_BYTES,
+    LOGITS_BUFFER_BYTES,
+    REDUCE_SLOT_BYTES,
+    REDUCE_WHOLE_BYTES,
+)
 from nereus.model.spec import ModelSpec
 
 Bytes = NDArray[Any]  # of int64
@@ -120,13 +126,20 @@ def sampling_bytes(ranks: Ranks, num_rows: Bytes, precision: str) -> Bytes:
     return np.where(ranks.vocab > 0, logits, 0)
 
 
+def reduce_slots_bytes(num_ranks: Bytes, message_bytes: Bytes) -> Bytes:
+    """Return the bytes of slots that a rank touches while its group sums messages; see `nereus.limits`."""
+    whole = num_ranks * np.minimum(message_bytes, REDUCE_WHOLE_BYTES)
+    slots = 2 * np.maximum(whole, (3 * num_ranks - 2) * np.minimum(message_bytes, REDUCE_SLOT_BYTES) // num_ranks)
+    return np.where(num_ranks > 1, slots, 0)
+
+
 def training_bytes(
     ranks: Ranks,
     *,
-    live_samples: Bytes,
-    one_samples: Bytes,
+    live_tokens: Bytes,
+    one_tokens: Bytes,
+    one_rows: Bytes,
     sequence_tokens: int,
-    response_tokens: int,
     recompute: NDArray[np.bool_],
     precision: str,
 ) -> tuple[tuple[Bytes, Bytes], tuple[Bytes, Bytes]]:
@@ -134,8 +147,8 @@ def training_bytes(
     hidden, size = ranks.spec.hidden, COMPUTE_BYTES[precision]
     layer = _layer_bytes(ranks, precision)
     a_token = ranks.layers * np.where(recompute, hidden * size, layer) + _ends_bytes(ranks, precision)
-    kept = live_samples * sequence_tokens * (a_token + PACKED_TOKEN_BYTES)
-    tokens, rows = one_samples * sequence_tokens, one_samples * response_tokens
+    kept = live_tokens * (a_token + PACKED_TOKEN_BYTES)
+    tokens, rows = one_tokens, one_rows
     again = np.where(recompute, layer, 0)
     backward = tokens * (again + _backward_bytes(ranks, precision)) + _sequence_bytes(ranks, sequence_tokens, precision)
     block = _gradient_bytes(2 * ranks.intermediate, hidden, tokens, precision)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nereus.cost.activations import (
     COMPUTE_BYTES,
@@ -19,7 +22,7 @@ from nereus.cost.activations import (
     training_moments,
 )
 from nereus.layout import Layout, slices_of
-from nereus.limits import PREFILL_TOKENS, STAGING_BUFFER_BYTES
+from nereus.limits import PREFILL_TOKENS, STAGING_BUFFER_BYTES, reduce_slots_bytes
 from nereus.model.spec import ModelSpec
 from nereus.plan import StagePlan, stage_of
 
@@ -37,29 +40,31 @@ KINDS = (
     "KV cache",
     "packed weights",
     "workspace",
+    "shared slots",
     "sync buckets",
     "staging buffers",
 )
 
-# Thread stacks, communicators, loaded kernels and their scratch space. Measured in the first step of a tiny model.
-FIXED_WORKSPACE_BYTES = 64 * 2**20
+# Communicators, compiled kernels and their scratch space, less what the heap that a worker is born with has free.
+# Measured on tiny models, of which nothing else is large.
+FIXED_WORKSPACE_BYTES = 2 * 2**20
 # Assumed, until a run measures it: on an accelerator the driver's context, NCCL's buffers and cuBLAS's workspaces ...
 ACCELERATOR_WORKSPACE_BYTES = 2 * 2**30
 # ... and the caching allocator with expandable segments, which wastes little.
 ACCELERATOR_FRAGMENTATION = 0.1
 # ... and a weight sync that takes up no more peers than this at once.
 ACCELERATOR_SYNC_PEERS = 32
-# glibc keeps tensors below 32 MiB on a heap with holes. Measured over four passes of 8 layers at hidden 512, the peak
-# is 1.44 to 1.5 times what is live (float32; bfloat16 up to 1.6), the first time 1.15 to 1.4 times.
-FRAGMENTATION = 0.5
+# glibc keeps tensors below 32 MiB on a heap with holes.
+FRAGMENTATION = 0.3
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a step is made of. Lengths are the largest that must fit.
 
-    `accelerator` says that devices have memory of their own with a caching allocator, and compute on weights as they
-    are; else they are slots of a CPU.
+    Where the samples are in hand, `mean_response_tokens` and `response_deviation` say how long all of them are: a
+    micro-batch then holds less than as many of the longest. `accelerator` says that devices have memory of their own
+    with a caching allocator, and compute on weights as they are; else they are slots of a CPU.
 
     Example: 32 samples in 2 minibatches; each of 4 replicas gets 4 samples of a minibatch.
     """
@@ -71,6 +76,8 @@ class Workload:
     staging_buffer_bytes: int = STAGING_BUFFER_BYTES  # of a worker that writes staged state
     accelerator: bool = False
     slot_tokens: int | None = None  # that a slot of the KV cache holds; None: as many as a sequence has
+    mean_response_tokens: int | None = None
+    response_deviation: int = 0  # standard deviation, in tokens
 
     @property
     def sequence_tokens(self) -> int:
@@ -80,6 +87,30 @@ class Workload:
     def cached_tokens(self) -> int:
         """Tokens of a slot of the KV cache, which is made before the lengths are known."""
         return self.sequence_tokens if self.slot_tokens is None else self.slot_tokens
+
+    @overload
+    def rows_of(self, samples: int) -> int: ...
+    @overload
+    def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def rows_of(self, samples: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
+        """Return the response tokens of the fullest micro-batch of so many samples.
+
+        Minibatches are drawn at random, and the micro-batches of one are balanced: one standard deviation of the sum.
+        """
+        most = samples * self.response_tokens
+        if self.mean_response_tokens is None:
+            return most
+        likely = samples * self.mean_response_tokens + np.ceil(self.response_deviation * np.sqrt(samples))
+        rows = np.minimum(most, likely)
+        return int(rows) if isinstance(samples, int) else rows.astype(np.int64)
+
+    @overload
+    def tokens_of(self, samples: int) -> int: ...
+    @overload
+    def tokens_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def tokens_of(self, samples: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
+        """Return the tokens of the fullest micro-batch of so many samples, prompts included."""
+        return samples * self.prompt_tokens + self.rows_of(samples)
 
     @property
     def minibatch_samples(self) -> int:
@@ -131,7 +162,7 @@ def estimate_rank(
     """Return what rank `rank` of the replica with the largest share needs."""
     # The cache's key leaves out the devices: they may be thousands.
     share = workload.share(model_stage, stage.dp)
-    work = _Work(spec, stage.layout, rank, share, stage.micro_batch, stage.recompute, workload, precision)
+    work = _Work(spec, stage.layout, rank, share, stage.dp, stage.micro_batch, stage.recompute, workload, precision)
     return _estimate(model_stage, work)
 
 
@@ -143,6 +174,7 @@ class _Work:
     layout: Layout
     rank: int
     share: int
+    dp: int
     micro_batch: int
     recompute: bool
     workload: Workload
@@ -198,6 +230,7 @@ def _generation(work: _Work) -> dict[str, int]:
             "packed weights": sizes.matrix_elements * work.element_bytes if _packs_weights(work) else 0,
             "activations": activations,
             "logits": sampling_bytes(sizes, slots, work.precision),
+            "shared slots": _tp_slots(work, prefill),
         },
         workload,
     )
@@ -208,27 +241,47 @@ def _packs_weights(work: _Work) -> bool:
     return not work.workload.accelerator and work.precision != "float64"
 
 
+def _tp_slots(work: _Work, tokens: int) -> int:
+    """Return the bytes of shared memory in which the hidden states of a micro-batch are summed over tp ranks."""
+    if work.workload.accelerator:
+        return 0
+    return reduce_slots_bytes(work.layout.tp, tokens * work.spec.hidden * work.element_bytes)
+
+
+def _dp_slots(work: _Work) -> int:
+    """Return the bytes of shared memory in which gradients are summed over replicas."""
+    if work.workload.accelerator:
+        return 0
+    parameters = rank_parameters(work.spec, work.layout, work.rank)
+    return reduce_slots_bytes(work.dp, parameters * lifted_bytes(work.precision))
+
+
 def _inference(work: _Work) -> dict[str, int]:
     sizes, workload = work.sizes, work.workload
     samples = min(work.micro_batch, workload.samples_per_step)
-    tokens = samples * workload.sequence_tokens
-    rows = samples * workload.response_tokens
+    tokens, rows = workload.tokens_of(samples), workload.rows_of(samples)
     selected = rows * work.spec.hidden * work.element_bytes if sizes.is_last else 0
     activations = forward_bytes(sizes, tokens, workload.sequence_tokens, work.precision)
     logits = head_bytes(sizes, rows, work.precision)
-    return _with_margins({"activations": activations + selected, "logits": logits}, workload)
+    kinds = {"activations": activations + selected, "logits": logits, "shared slots": _tp_slots(work, tokens)}
+    return _with_margins(kinds, workload)
 
 
 def _training(work: _Work) -> dict[str, int]:
     # One forward, one backward: pipeline stage s holds pp - s micro-batches, if there are so many.
     sizes = work.sizes
+    workload, one = work.workload, min(work.micro_batch, work.share)
     moments = training_moments(
         sizes,
-        live_samples=min((work.layout.pp - sizes.stage) * work.micro_batch, work.share),
-        one_samples=min(work.micro_batch, work.share),
-        sequence_tokens=work.workload.sequence_tokens,
-        response_tokens=work.workload.response_tokens,
+        live_tokens=workload.tokens_of(min((work.layout.pp - sizes.stage) * work.micro_batch, work.share)),
+        one_tokens=workload.tokens_of(one),
+        one_rows=workload.rows_of(one),
+        sequence_tokens=workload.sequence_tokens,
         recompute=work.recompute,
         precision=work.precision,
     )
-    return max((_with_margins(moment, work.workload) for moment in moments), key=lambda kinds: sum(kinds.values()))
+    slots = _tp_slots(work, workload.tokens_of(one)) + _dp_slots(work)
+    return max(
+        (_with_margins({**moment, "shared slots": slots}, workload) for moment in moments),
+        key=lambda kinds: sum(kinds.values()),
+    )

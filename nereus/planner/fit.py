@@ -169,7 +169,7 @@ class Fitter:
             recompute = np.arange(len(micro_batch)) >= len(steps)
             types = self._types(name, place.layout)
             ranks = take_ranks(types.ranks, np.arange(len(types.ranks.tp))[:, None])
-            need = self._formulas.phase(stage, ranks, share, micro_batch, recompute)
+            need = self._formulas.phase(stage, ranks, share, micro_batch, recompute, place.dp)
             self._menus[key] = _Menu(micro_batch, recompute, need[types.of_rank[0]])
         return self._menus[key]
 

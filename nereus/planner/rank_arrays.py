@@ -15,6 +15,7 @@ from nereus.cost.option_activations import (
     decoding_bytes,
     forward_bytes,
     head_bytes,
+    reduce_slots_bytes,
     sampling_bytes,
     training_bytes,
 )
@@ -108,7 +109,13 @@ class MemoryFormulas:
         return held + np.floor(FRAGMENTATION * self._packed(ranks)).astype(np.int64) if stage == "generation" else held
 
     def phase(
-        self, stage: str, ranks: Ranks, share: ArrayLike, micro_batch: ArrayLike, recompute: ArrayLike = False
+        self,
+        stage: str,
+        ranks: Ranks,
+        share: ArrayLike,
+        micro_batch: ArrayLike,
+        recompute: ArrayLike = False,
+        dp: ArrayLike = 1,
     ) -> Ints:
         """Return the bytes of the hungriest phase on top: generation, inference, or inference and training."""
         share, micro_batch = np.asarray(share), np.asarray(micro_batch)
@@ -117,7 +124,7 @@ class MemoryFormulas:
         inference = self._inference(ranks, micro_batch)
         if stage == "inference":
             return inference
-        return np.maximum(inference, self._training(ranks, share, micro_batch, np.asarray(recompute)))
+        return np.maximum(inference, self._training(ranks, share, micro_batch, np.asarray(recompute), np.asarray(dp)))
 
     def _packed(self, ranks: Ranks) -> Ints:
         packs = not self.workload.accelerator and self.precision != "float64"
@@ -136,26 +143,38 @@ class MemoryFormulas:
             decoding_bytes(ranks, slots, work.cached_tokens, precision),
         )
         others = cached * COMPUTE_BYTES[precision] + self._packed(ranks) + sampling_bytes(ranks, slots, precision)
-        return self._with_margins(activations, others)
+        return self._with_margins(activations, others + self._tp_slots(ranks, prefill))
+
+    def _tp_slots(self, ranks: Ranks, tokens: Ints) -> Ints:
+        if self.workload.accelerator:
+            return np.zeros_like(tokens)
+        return reduce_slots_bytes(ranks.tp, tokens * ranks.spec.hidden * COMPUTE_BYTES[self.precision])
+
+    def _dp_slots(self, ranks: Ranks, dp: Ints) -> Ints:
+        if self.workload.accelerator:
+            return np.zeros_like(dp)
+        return reduce_slots_bytes(dp, ranks.parameters * lifted_bytes(self.precision))
 
     def _inference(self, ranks: Ranks, micro_batch: Ints) -> Ints:
         work, precision = self.workload, self.precision
         samples = np.minimum(micro_batch, work.samples_per_step)
-        rows = samples * work.response_tokens
+        tokens, rows = work.tokens_of(samples), work.rows_of(samples)
         selected = np.where(ranks.is_last, rows * ranks.spec.hidden * COMPUTE_BYTES[precision], 0)
-        tokens = samples * work.sequence_tokens
         activations = forward_bytes(ranks, tokens, work.sequence_tokens, precision) + selected
-        return self._with_margins(activations, head_bytes(ranks, rows, precision))
+        others = head_bytes(ranks, rows, precision) + self._tp_slots(ranks, tokens)
+        return self._with_margins(activations, others)
 
-    def _training(self, ranks: Ranks, share: Ints, micro_batch: Ints, recompute: NDArray[np.bool_]) -> Ints:
+    def _training(self, ranks: Ranks, share: Ints, micro_batch: Ints, recompute: NDArray[np.bool_], dp: Ints) -> Ints:
+        work, one = self.workload, np.minimum(micro_batch, share)
         moments = training_bytes(
             ranks,
-            live_samples=np.minimum((ranks.pp - ranks.stage) * micro_batch, share),
-            one_samples=np.minimum(micro_batch, share),
-            sequence_tokens=self.workload.sequence_tokens,
-            response_tokens=self.workload.response_tokens,
+            live_tokens=work.tokens_of(np.minimum((ranks.pp - ranks.stage) * micro_batch, share)),
+            one_tokens=work.tokens_of(one),
+            one_rows=work.rows_of(one),
+            sequence_tokens=work.sequence_tokens,
             recompute=recompute,
             precision=self.precision,
         )
         in_head, in_layer = (self._with_margins(*moment) for moment in moments)
-        return np.maximum(in_head, in_layer) + ranks.parameters * lifted_bytes(self.precision)
+        slots = self._tp_slots(ranks, work.tokens_of(one)) + self._dp_slots(ranks, dp)
+        return np.maximum(in_head, in_layer) + slots + ranks.parameters * lifted_bytes(self.precision)

@@ -146,7 +146,7 @@ def _choices(name: str, rows: Rows, setting: Setting, place: Placing) -> Choices
     flags = np.tile(recompute, steps.shape[1])
     formulas, types = MemoryFormulas(work, setting.job.precision), rank_types(setting.job.specs[name], rows.layouts)
     ranks = take_ranks(types.ranks, types.first[rows.layout][:, None])
-    need = formulas.phase(stage, ranks, share[:, None], micro_batch, flags)
+    need = formulas.phase(stage, ranks, share[:, None], micro_batch, flags, rows.dp[:, None])
     options, slowdown = place(setting.order, rows, micro_batch, flags, setting)
     if stage == "inference":
         seconds = setting.phase_seconds(name, stage, options, slowdown)

@@ -19,6 +19,7 @@ from nereus.cost.memory import Workload
 from nereus.emu import emus_of
 from nereus.plan import Plan, stage_of
 from nereus.planner import plan_auto
+from nereus.ppo.metrics import compute_response_metrics
 from nereus.resume import next_step
 from nereus.runtime.devices_there import Deadlines, DevicesThere, out_of_time
 from nereus.runtime.elastic_steps import MOST_ATTEMPTS, ElasticSteps
@@ -290,8 +291,7 @@ class AdaptiveSteps(ElasticSteps):
     def _workload(self) -> Workload:
         """Return the workload that memory is predicted for now."""
         assert self._adaptation is not None
-        accelerator = self._frame.cluster.kind.accelerator
-        return self._adaptation.load.memory_workload(self._adaptation.memory_tokens, accelerator=accelerator)
+        return self._adaptation.workload(accelerator=self._frame.cluster.kind.accelerator)
 
     def _plan_move(self, step: int, target: Plan) -> tuple[TransitionGraph, tuple[str, Manifest] | None]:
         if not self._has_state:
@@ -396,16 +396,19 @@ class AdaptiveSteps(ElasticSteps):
         """Return a plan with the micro-batches and recomputation that suit a load whose lengths are known."""
         assert self._adaptation is not None
         length = load.longest_tokens + self._frame.prompt_margin_tokens
-        boundary = Boundary(step, self._frame.cluster, load, length, memory_factor=self._adaptation.memory_factor)
+        factor = self._adaptation.memory_factor
+        boundary = Boundary(step, self._frame.cluster, load, length, memory_factor=factor, drawn=True)
         return self._frame.planning.refit(boundary, self._adaptation.calibration.efficiencies(), plan)
 
 
 def drawn_lengths(rollouts: Rollouts) -> dict[str, Any]:
-    """Return what the cost model knows responses by: their mean, and for memory the longest as the percentile."""
+    """Return what the cost model knows responses by: their mean, the 95th percentile and the longest."""
     lengths = rollouts.response_lengths
-    longest = float(max(lengths))
+    longest = max(lengths)
+    metrics = compute_response_metrics(lengths, longest)
+    mean = metrics["response_tokens_mean"]
     return {
-        "response_tokens": sum(lengths) / len(lengths),
-        "response_tokens_p95": longest,
-        "response_tokens_longest": longest,
+        "response_tokens": mean,
+        "response_tokens_p95": max(mean, metrics["response_tokens_p95"]),
+        "response_tokens_longest": float(longest),
     }

@@ -165,10 +165,8 @@ class FillablePlanning(CostPlanning):
 
     def _admit(self, boundary: Boundary, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the plans whose units can be filled."""
-        accelerator = boundary.cluster.kind.accelerator
-        load = boundary.load.memory_workload(boundary.memory_tokens, accelerator=accelerator)
         capacities = corrected(boundary.cluster.capacities, boundary.memory_factor)
-        memory = TransitionMemory.of(self._job.specs, load, self._job.precision, capacities)
+        memory = TransitionMemory.of(self._job.specs, boundary.workload, self._job.precision, capacities)
         return [each for each in candidates if memory.takes(each.plan)]
 
 

@@ -106,7 +106,7 @@ def test_lengths_that_were_drawn_are_no_guess_in_the_first_step_either():
     adaptation = Adaptation(fake, Calibration(), fake, StepLoad(8, 1, 10, 50, 60, response_tokens_longest=60))  # type: ignore[arg-type]
     with pytest.raises(NoPlanError):
         adaptation.decide(0, fake.look(0, PLAN))
-    assert [boundary.memory_tokens for boundary in fake.boundaries] == [60]
+    assert [(boundary.memory_tokens, boundary.drawn) for boundary in fake.boundaries] == [(60, False), (60, True)]
 
 
 def test_free_memory_of_the_plan_before_a_move_says_nothing_of_the_new_one():

@@ -158,6 +158,7 @@ def test_memory_errs_on_the_safe_side_and_narrows():
     memory.observe(100.0, 104.0)
     assert memory.factor() >= 1.04
     memory.observe(0.0, 5.0)
+    assert memory.ratio() < memory.factor() and MemoryFactor().ratio() == 1.0
     assert MemoryFactor.from_record(json.loads(json.dumps(memory.to_record()))).factor() == memory.factor()
 
 

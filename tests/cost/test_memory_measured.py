@@ -37,13 +37,12 @@ def _measured_bytes(spec: dict, precision: str, recompute: bool, environment: di
 
 
 def _predicted(spec: dict, precision: str, recompute: bool) -> dict[str, int]:
-    tokens = sum(LENGTHS) // len(LENGTHS)
     moments = training_moments(
         rank_sizes(ModelSpec(**spec), Layout(), 0),
-        live_samples=len(LENGTHS),
-        one_samples=len(LENGTHS),
-        sequence_tokens=tokens,
-        response_tokens=tokens - PROMPT_TOKENS,
+        live_tokens=sum(LENGTHS),
+        one_tokens=sum(LENGTHS),
+        one_rows=sum(LENGTHS) - len(LENGTHS) * PROMPT_TOKENS,
+        sequence_tokens=max(LENGTHS),
         recompute=recompute,
         precision=precision,
     )

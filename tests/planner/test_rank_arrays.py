@@ -33,7 +33,7 @@ def test_arrays_say_what_the_memory_model_says(spec: ModelSpec, precision, accel
             for dp, micro_batch, recompute in [(1, 1, False), (2, 5, True), (3, 64, False), (16, 2, True)]:
                 share = np.int64(work.share(name, dp))
                 resident = formulas.resident(stage, ranks)
-                phase = formulas.phase(stage, ranks, share, np.int64(micro_batch), recompute)
+                phase = formulas.phase(stage, ranks, share, np.int64(micro_batch), recompute, np.int64(dp))
                 for rank in range(layout.size):
                     planned = StagePlan(dp, layout, (), micro_batch, recompute)
                     true = estimate_rank(name, planned, spec, rank, work, precision)

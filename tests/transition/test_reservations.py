@@ -62,7 +62,7 @@ def test_devices_have_what_the_memory_model_leaves():
         assert held[device] + fixed <= peak.total < held[device] + fixed + 2**20
     assert memory.takes(plan)
     assert not replace(memory, usable_bytes={d: held[d] for d in held}).takes(plan)
-    assert not TransitionMemory.of(SPECS, workload, "bfloat16", dict.fromkeys(range(4), 2**26)).takes(plan)
+    assert not TransitionMemory.of(SPECS, workload, "bfloat16", dict.fromkeys(range(4), 2**22)).takes(plan)
 
 
 def test_sizes_for_people():

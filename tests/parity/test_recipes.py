@@ -27,8 +27,8 @@ pytestmark = pytest.mark.long
 
 RECIPES = Path(session_module.__file__).parents[1] / "recipes"
 # Numbers of twice the size need more memory to be as short of it.
-ADAPT_CPU: dict[str, Any] = {"memory_per_device": "200MiB"}
-ADAPT_4: dict[str, Any] = {"memory_per_device": "256MiB"}
+ADAPT_CPU: dict[str, Any] = {"memory_per_device": "116MiB"}
+ADAPT_4: dict[str, Any] = {"memory_per_device": "180MiB"}
 # All the changes of devices in half the steps.
 FEW_STEPS, FAST_DRIFT = 8, [[0, 4], [2, 2], [4, 3], [6, 4]]
 

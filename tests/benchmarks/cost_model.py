@@ -24,6 +24,7 @@ from nereus.cluster import Link, NodeKind
 from nereus.config import load_config
 from nereus.controller.adaptation import Adaptation, Surroundings
 from nereus.controller.decision import Boundary, Candidate
+from nereus.cost.load import StepLoad
 from nereus.cost.memory import USABLE_SHARE, estimate_memory
 from nereus.cost.step import estimate_step
 from nereus.plan import Plan
@@ -197,25 +198,28 @@ class Model:
 
     def predict_s(self, run: Record, step: Record) -> float:
         """Return the latency of a step whose lengths are known."""
-        frame, outcome = self.frame(run), read_outcome(step["outcome"])
-        load = replace(
-            frame.spec.load,
-            response_tokens=outcome.response_tokens or 0.0,
-            response_tokens_p95=max(outcome.response_tokens or 0.0, outcome.response_tokens_p95 or 0.0),
-            response_tokens_longest=outcome.response_tokens_longest,
-        )
+        frame, load = self.frame(run), self._load(run, step)
         job = replace(frame.spec, load=load, staging=False)  # what is written beside a step is in its tasks' times
         efficiencies = self.adaptation.calibration.efficiencies()
         return estimate_step(Plan.from_record(run["plan"]), job, frame.cluster, efficiencies).total_s
 
     def predict_bytes(self, run: Record, step: Record) -> dict[int, float]:
         """Return the peak of each device, corrected by the peaks that were measured in other settings."""
-        frame, outcome = self.frame(run), read_outcome(step["outcome"])
-        length = (outcome.response_tokens_longest or 0.0) + frame.prompt_margin_tokens
-        workload = frame.spec.load.memory_workload(length, accelerator=False)
+        frame, load = self.frame(run), self._load(run, step)
+        workload = load.memory_workload(load.longest_tokens + frame.prompt_margin_tokens, accelerator=False, drawn=True)
         peaks = estimate_memory(Plan.from_record(run["plan"]), frame.spec.specs, workload, frame.spec.precision)
-        factor = self.adaptation.calibration.memory.factor()
-        return {device: factor * peak.total for device, peak in peaks.items()}
+        ratio = self.adaptation.calibration.memory.ratio()
+        return {device: ratio * peak.total for device, peak in peaks.items()}
+
+    def _load(self, run: Record, step: Record) -> StepLoad:
+        """Return the load of a step whose lengths are known."""
+        outcome = read_outcome(step["outcome"])
+        return replace(
+            self.frame(run).spec.load,
+            response_tokens=outcome.response_tokens or 0.0,
+            response_tokens_p95=max(outcome.response_tokens or 0.0, outcome.response_tokens_p95 or 0.0),
+            response_tokens_longest=outcome.response_tokens_longest,
+        )
 
     def choose(self, run: Record) -> Plan:
         """Return the plan that is fastest by prediction in the setting of a run, of all that the planner knows."""

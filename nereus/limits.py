@@ -36,6 +36,11 @@ def reduce_slots_bytes(num_ranks: int, message_bytes: int) -> int:
     return 2 * max(whole, (3 * num_ranks - 2) * min(message_bytes, REDUCE_SLOT_BYTES) // num_ranks)
 
 
+def gather_slots_bytes(num_ranks: int, part_bytes: int) -> int:
+    """Return the bytes of slots that a rank of a group touches while it gathers parts of at most so many bytes."""
+    return 2 * num_ranks * min(part_bytes, REDUCE_SLOT_BYTES) if num_ranks > 1 else 0
+
+
 def logits_chunk_rows(num_rows: int, vocab_local: int, element_bytes: int) -> int:
     """Return how many rows of logits the log-probs of `num_rows` tokens hold at once."""
     return max(1, min(num_rows, LOGITS_BUFFER_BYTES // (vocab_local * element_bytes)))

@@ -109,7 +109,8 @@ class Adaptation:
         """
         expected, last = self._expected_tokens, self.load.longest_tokens
         if self.has_learned or self.load.response_tokens_longest is not None:
-            return [*([(expected, False)] if last < expected else []), (last, False), (last, True)]
+            known = [(last, False), (last, True)] if self.load.response_tokens_longest is not None else [(last, False)]
+            return [(expected, False), *known] if last < expected else known
         return [(expected / 2**halvings, False) for halvings in range(max(1, int(expected).bit_length()))]
 
     def boundary(self, step: int, around: Surroundings) -> Boundary:

@@ -121,7 +121,9 @@ class CostPredictor:
         return step_operations(plan, replace(self.job, load=load), cluster)
 
     def peaks(self, plan: Plan, load: StepLoad) -> dict[int, int]:
-        longest = load.longest_tokens + self.prompt_margin_tokens
-        workload = load.memory_workload(longest, accelerator=self.accelerator, drawn=True)
+        # Where single lengths are known, samples have prompts of mean length: what is likely, not what must fit.
+        drawn = load.response_tokens_longest is not None
+        longest = load.longest_tokens + (0.0 if drawn else self.prompt_margin_tokens)
+        workload = load.memory_workload(longest, accelerator=self.accelerator, drawn=drawn)
         peaks = estimate_memory(plan, self.job.specs, workload, self.job.precision)
         return {device: peak.total for device, peak in peaks.items()}

@@ -90,9 +90,12 @@ class StepLoad:
         Args:
             response_tokens: the longest response that must fit; None: the p95 length.
             accelerator: whether devices have memory of their own (`NodeKind.accelerator`).
-            drawn: the lengths are those of samples in hand, so no micro-batch holds only the longest.
+            drawn: the lengths are those of samples in hand, so no micro-batch holds only the longest. Without the
+                length of the longest it changes nothing. What `response_tokens` is above that holds for all samples.
         """
         length = self.response_tokens_p95 if response_tokens is None else response_tokens
+        drawn = drawn and self.response_tokens_longest is not None
+        mean = self.response_tokens + max(0.0, length - self.longest_tokens)
         return Workload(
             samples_per_step=self.samples,
             minibatches=self.minibatches,
@@ -101,6 +104,6 @@ class StepLoad:
             accelerator=accelerator,
             slot_tokens=self.slot_tokens,
             staging_buffer_bytes=self.staging_buffer_bytes,
-            mean_response_tokens=math.ceil(self.response_tokens) if drawn else None,
+            mean_response_tokens=math.ceil(mean) if drawn else None,
             response_deviation=math.ceil(math.sqrt(self.response_variance)) if drawn else 0,
         )

@@ -133,6 +133,11 @@ def reduce_slots_bytes(num_ranks: Bytes, message_bytes: Bytes) -> Bytes:
     return np.where(num_ranks > 1, slots, 0)
 
 
+def gather_slots_bytes(num_ranks: Bytes, part_bytes: Bytes) -> Bytes:
+    """Return the bytes of slots that a rank touches while its group gathers parts; see `nereus.limits`."""
+    return np.where(num_ranks > 1, 2 * num_ranks * np.minimum(part_bytes, REDUCE_SLOT_BYTES), 0)
+
+
 def training_bytes(
     ranks: Ranks,
     *,

@@ -43,10 +43,7 @@ def enter_parallel(x: Tensor, group: Group) -> Tensor:
 
 
 def leave_parallel(x: Tensor, group: Group) -> Tensor:
-    """Sum the ranks' partial results; the gradient is the same on all ranks already.
-
-    Without autograd x is summed in place.
-    """
+    """Sum the ranks' partial results, which are used up; the gradient is the same on all ranks already."""
     if group.size == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:

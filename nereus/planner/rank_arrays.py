@@ -14,6 +14,7 @@ from nereus.cost.option_activations import (
     Ranks,
     decoding_bytes,
     forward_bytes,
+    gather_slots_bytes,
     head_bytes,
     reduce_slots_bytes,
     sampling_bytes,
@@ -143,12 +144,19 @@ class MemoryFormulas:
             decoding_bytes(ranks, slots, work.cached_tokens, precision),
         )
         others = cached * COMPUTE_BYTES[precision] + self._packed(ranks) + sampling_bytes(ranks, slots, precision)
-        return self._with_margins(activations, others + self._tp_slots(ranks, prefill))
+        return self._with_margins(
+            activations, others + np.maximum(self._tp_slots(ranks, prefill), self._gather_slots(ranks, slots))
+        )
 
     def _tp_slots(self, ranks: Ranks, tokens: Ints) -> Ints:
         if self.workload.accelerator:
             return np.zeros_like(tokens)
         return reduce_slots_bytes(ranks.tp, tokens * ranks.spec.hidden * COMPUTE_BYTES[self.precision])
+
+    def _gather_slots(self, ranks: Ranks, rows: Ints) -> Ints:
+        if self.workload.accelerator:
+            return np.zeros_like(rows)
+        return gather_slots_bytes(ranks.tp, rows * ranks.vocab * COMPUTE_BYTES[self.precision])
 
     def _dp_slots(self, ranks: Ranks, dp: Ints) -> Ints:
         if self.workload.accelerator:

@@ -35,8 +35,9 @@ _EXIT_GRACE_S = 1.0
 _Command = tuple[int, str, dict[str, Any]]
 # The system caps what is mapped, and a heap has more mapped than is used: it keeps what was freed in its midst.
 HEAP_ALLOWANCE = 1.5
-# Stacks of threads that start under the cap, and the heaps that they are given: mapped, hardly touched.
-STACKS_BYTES = 32 << 20
+# Stacks of threads that start under the cap, and the heaps that they are given: mapped, hardly touched. Those of the
+# thread pool come on top.
+_STACKS_BYTES, _POOL_STACK_BYTES = 32 << 20, 8 << 20
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 # Threads beside the main one get this much less of a core that both want (Linux has a niceness for each thread).
 _BESIDE_NICENESS = 5
@@ -90,13 +91,17 @@ class WorkerContext:
     host_cores: frozenset[int] = frozenset()
     spending: Spending = field(default_factory=Spending)
     baseline_rss_bytes: int = 0
-    _file_backed_bytes: int = field(default=0, repr=False)
     _baseline_file_backed_bytes: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         self.baseline_rss_bytes = self.baseline_rss_bytes or rss_bytes()
         self.baseline_data_bytes = _read_status_bytes("VmData")
-        self._baseline_file_backed_bytes = self._file_backed_bytes = _read_status_bytes("RssFile")
+        self._baseline_file_backed_bytes = _read_status_bytes("RssFile")
+
+    @property
+    def stacks_bytes(self) -> int:
+        """What may be mapped beside the cap."""
+        return _STACKS_BYTES + (self.threads - 1) * _POOL_STACK_BYTES
 
     def reset_peak_memory(self) -> None:
         """Begin a new measurement of `peak_memory_bytes`."""
@@ -104,13 +109,12 @@ class WorkerContext:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
             return
         reset_peak_rss()
-        self._file_backed_bytes = _read_status_bytes("RssFile")
 
     def peak_memory_bytes(self) -> int:
         """Return the most bytes held since the last reset (or the start).
 
         On the CPU: peak RSS above the baseline, touched shared memory included. Pages of libraries that were first
-        used between the start and the last reset are no data and don't count. On CUDA: the allocator's statistics.
+        used since the start are no data and don't count. On CUDA: the allocator's statistics.
         """
         if self.torch_device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
@@ -124,7 +128,7 @@ class WorkerContext:
         """
         if self.torch_device.type == "cuda":
             return 0
-        mapped = _read_status_bytes("VmData") - self.baseline_data_bytes - STACKS_BYTES
+        mapped = _read_status_bytes("VmData") - self.baseline_data_bytes - self.stacks_bytes
         return int(max(0, mapped) / HEAP_ALLOWANCE)
 
 
@@ -238,7 +242,9 @@ class _Worker:
         torch_device = torch.device("cuda", self._device) if on_cuda else torch.device(self._settings.device_type)
         if on_cuda:
             torch.cuda.set_device(torch_device)
-        trim_heap()  # what the nursery had freed is no memory of this worker
+        if not on_cuda:
+            trim_heap()  # what the nursery had freed is no memory of this worker
+            reset_peak_rss()
         context = WorkerContext(
             self._device,
             torch_device,
@@ -249,7 +255,8 @@ class _Worker:
             self._spending,
         )
         if self._settings.memory_bytes is not None and not on_cuda:
-            limit = context.baseline_data_bytes + STACKS_BYTES + int(HEAP_ALLOWANCE * self._settings.memory_bytes)
+            allowance = context.stacks_bytes + int(HEAP_ALLOWANCE * self._settings.memory_bytes)
+            limit = context.baseline_data_bytes + allowance
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return context
 

@@ -206,7 +206,7 @@ class Model:
     def predict_bytes(self, run: Record, step: Record) -> dict[int, float]:
         """Return the peak of each device, corrected by the peaks that were measured in other settings."""
         frame, load = self.frame(run), self._load(run, step)
-        workload = load.memory_workload(load.longest_tokens + frame.prompt_margin_tokens, accelerator=False, drawn=True)
+        workload = load.memory_workload(load.longest_tokens, accelerator=False, drawn=True)
         peaks = estimate_memory(Plan.from_record(run["plan"]), frame.spec.specs, workload, frame.spec.precision)
         ratio = self.adaptation.calibration.memory.ratio()
         return {device: ratio * peak.total for device, peak in peaks.items()}

@@ -220,6 +220,26 @@ def test_shares_of_uneven_work_round_up():
     assert work.share("actor.training", 2) == 2 and work.share("actor.generation", 3) == 4
 
 
+def drawn_workload(lengths: np.ndarray, minibatches: int) -> Workload:
+    mean, longest = float(lengths.mean()), float(lengths.max())
+    p95 = max(mean, float(np.quantile(lengths, 0.95)))
+    load = StepLoad(len(lengths), minibatches, 20, mean, p95, response_tokens_longest=longest)
+    return load.memory_workload(longest, accelerator=False, drawn=True)
+
+
+def test_one_long_response_fills_a_micro_batch():
+    workload = drawn_workload(np.array([20] * 31 + [1000]), 2)
+    assert workload.rows_of(1) == 1000
+    assert 1060 <= workload.rows_of(4) <= 1200
+    assert workload.rows_of(np.array([1, 4])).tolist() == [workload.rows_of(1), workload.rows_of(4)]
+
+
+def test_what_prompts_are_above_their_mean_holds_for_all_drawn_samples():
+    load = StepLoad(32, 2, 20, 50, 60, response_tokens_longest=70)
+    with_margin, without = (load.memory_workload(length, accelerator=False, drawn=True) for length in (80, 70))
+    assert with_margin.rows_of(8) == without.rows_of(8) + 8 * 10
+
+
 def test_drawn_lengths_say_how_full_the_fullest_micro_batch_is():
     """Held against the batching that runs: random minibatches of a step, packed by length."""
     rng = np.random.default_rng(3)
@@ -227,8 +247,7 @@ def test_drawn_lengths_say_how_full_the_fullest_micro_batch_is():
         excess = []
         for step in range(40):
             lengths = np.clip(rng.normal(100, 40, samples), 1, 200).astype(int)
-            load = StepLoad(samples, minibatches, 20, float(lengths.mean()), float(np.quantile(lengths, 0.95)))
-            workload = load.memory_workload(float(lengths.max()), accelerator=False, drawn=True)
+            workload = drawn_workload(lengths, minibatches)
             drawn = [[int(lengths[i]) for i in each] for each in order_of_minibatches(0, step, 0, samples, minibatches)]
             fullest = max(sum(each[i] for i in batch) for each in drawn for batch in pack_micro_batches(each, most))
             assert workload.rows_of(most) <= most * lengths.max() == most * workload.response_tokens

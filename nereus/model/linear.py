@@ -24,6 +24,10 @@ _LEAST_MULTIPLICATIONS = 1 << 23
 # Float32 matrices with fewer elements stream from the cache, where packing them gains nothing.
 _LEAST_PACKED_ELEMENTS = 1 << 18
 _ZEN5_FAMILY = 26
+# Without instructions for bfloat16 oneDNN sums a whole product in a float32 buffer beside it: rows are done in blocks
+# whose sums are at most this large. (1024 x 512 @ 512 x 32768: 68 instead of 192 MiB, in the same time.)
+_LIFTED_SUM_BYTES = 8 << 20
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class _Processor:
     vendor: str
     family: int
     has_avx512: bool
+    has_bfloat16: bool
 
 
 @cache
@@ -40,10 +45,12 @@ def _processor() -> _Processor:
     first = path.read_text().split("\n\n")[0] if path.exists() else ""
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     family = fields.get("cpu family", "")
+    flags = {*fields.get("flags", "").split(), *fields.get("Features", "").split()}
     return _Processor(
         fields.get("vendor_id", ""),
         int(family) if family.isdigit() else 0,
-        "avx512f" in fields.get("flags", "").split(),
+        "avx512f" in flags,
+        not flags.isdisjoint(_BFLOAT16_FLAGS),
     )
 
 
@@ -72,7 +79,23 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias without autograd; x [N, in], weight [out, in], each contiguous or transposed."""
     if _is_large(x, weight) and _onednn_pays():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _processor().has_bfloat16:
+        return _product_by_rows(x, weight, bias, max(1, _LIFTED_SUM_BYTES // (4 * weight.shape[0])))
     return F.linear(x, weight, bias)
+
+
+def _product_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None, step: int) -> Tensor:
+    """Return x @ weight.T + bias, `step` rows at a time."""
+    if x.shape[0] <= step:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], step):
+        rows = slice(start, start + step)
+        if bias is None:
+            torch.mm(x[rows], weight.t(), out=out[rows])
+        else:
+            torch.addmm(bias, x[rows], weight.t(), out=out[rows])
+    return out
 
 
 def gradient_sink(weight: Tensor) -> Tensor | None:

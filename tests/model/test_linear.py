@@ -55,6 +55,21 @@ def test_plain_products_stand_in_where_onednn_does_not_pay(monkeypatch, pays):
     torch.testing.assert_close(grad, x.sum(0).expand_as(grad), atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_processors_without_bfloat16_do_its_products_by_rows(monkeypatch, with_bias):
+    torch.manual_seed(0)
+    x, weight = torch.randn(20, 48).bfloat16(), torch.randn(96, 48).bfloat16()
+    bias = torch.randn(96).bfloat16() if with_bias else None
+    monkeypatch.setattr(module, "_processor", lambda: module._Processor("GenuineIntel", 6, True, False))
+    blocks = []
+    monkeypatch.setattr(module, "_LIFTED_SUM_BYTES", 7 * 96 * 4)
+    by_rows = module._product_by_rows
+    monkeypatch.setattr(module, "_product_by_rows", lambda *all: blocks.append(all[3]) or by_rows(*all))
+    for rows, columns in ((x, weight), (x.t().contiguous().t(), weight.t().contiguous().t())):
+        torch.testing.assert_close(module.product(rows, columns, bias), F.linear(x, weight, bias))
+    assert blocks == [7, 7]
+
+
 @pytest.mark.parametrize("block", [1 << 22, 7 * 48])
 @pytest.mark.parametrize("onednn", [False, True])
 def test_gradients_are_added_to_a_buffer_that_is_there(monkeypatch, block, onednn):

@@ -44,7 +44,7 @@ def disturb(folder: Path, seed: int, base: Outcome) -> Story:
     run = AdaptedRun(folder)
     story = run.live_through(rng, num_kills=rng.randint(0, MOST_KILLS_A_RUN))
     assert_same(run.read_outcome(), base, bitwise=False)
-    assert not story.unforced, f"memory ran out although nobody had used it up: {story.unforced}"
+    assert not story.unforced, f"memory ran out although nobody had used it up: {story.unforced}; met {story.met}"
     assert not leaked_files(before), "left in shared memory"
     return story
 

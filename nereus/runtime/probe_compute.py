@@ -21,7 +21,8 @@ _TOKENS, _INPUT, _OUTPUT = 768, 576, 1536
 _TOKENS_CUDA, _INPUT_CUDA, _OUTPUT_CUDA = 8192, 4096, 4096
 # Weights that one token is multiplied by, as in decoding: more than a processor's cache has room for.
 _COLUMNS, _ROWS = 1024, 16384
-_LEAST_ROWS = 256
+# Where memory is short both are halved until they fit, down to these.
+_LEAST_TOKENS, _LEAST_ROWS = 96, 256
 _REPEATS = 5
 
 
@@ -68,8 +69,16 @@ def _flops(order: ComputeOrder, context: WorkerContext, communicator: Communicat
     device = context.torch_device
     on_cuda = device.type == "cuda"
     tokens, columns, rows = (_TOKENS_CUDA, _INPUT_CUDA, _OUTPUT_CUDA) if on_cuda else (_TOKENS, _INPUT, _OUTPUT)
-    x = torch.ones(tokens, columns, dtype=order.dtype, device=device)
-    weight = torch.ones(rows, columns, dtype=order.dtype, device=device)
+    while True:
+        try:
+            x = torch.ones(tokens, columns, dtype=order.dtype, device=device)
+            weight = torch.ones(rows, columns, dtype=order.dtype, device=device)
+            product(x, weight)
+            break
+        except Exception as error:
+            if not is_out_of_memory(error) or tokens <= _LEAST_TOKENS:
+                raise
+            tokens, rows = tokens // 2, rows // 2
     seconds = _median_s(lambda: product(x, weight), context, communicator)
     return 2.0 * tokens * columns * rows / seconds
 

@@ -9,10 +9,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from nereus.model.linear import make_product, product
+from nereus.model.linear import Product, make_product, product
 from nereus.runtime.communicator import Communicator
 from nereus.runtime.worker import WorkerContext, is_out_of_memory
 
@@ -21,9 +22,12 @@ _TOKENS, _INPUT, _OUTPUT = 768, 576, 1536
 _TOKENS_CUDA, _INPUT_CUDA, _OUTPUT_CUDA = 8192, 4096, 4096
 # Weights that one token is multiplied by, as in decoding: more than a processor's cache has room for.
 _COLUMNS, _ROWS = 1024, 16384
-# Where memory is short both are halved until they fit, down to these.
-_LEAST_TOKENS, _LEAST_ROWS = 96, 256
+# Where memory is short both are halved, so often at most.
+_MOST_HALVINGS, _MOST_HALVINGS_READ = 3, 6
 _REPEATS = 5
+
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -69,33 +73,37 @@ def _flops(order: ComputeOrder, context: WorkerContext, communicator: Communicat
     device = context.torch_device
     on_cuda = device.type == "cuda"
     tokens, columns, rows = (_TOKENS_CUDA, _INPUT_CUDA, _OUTPUT_CUDA) if on_cuda else (_TOKENS, _INPUT, _OUTPUT)
-    while True:
-        try:
-            x = torch.ones(tokens, columns, dtype=order.dtype, device=device)
-            weight = torch.ones(rows, columns, dtype=order.dtype, device=device)
-            product(x, weight)
-            break
-        except Exception as error:
-            if not is_out_of_memory(error) or tokens <= _LEAST_TOKENS:
-                raise
-            tokens, rows = tokens // 2, rows // 2
+
+    def make(halvings: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(tokens >> halvings, columns, dtype=order.dtype, device=device)
+        weight = torch.ones(rows >> halvings, columns, dtype=order.dtype, device=device)
+        product(x, weight)
+        return x, weight
+
+    x, weight = _make_fitting(make, _MOST_HALVINGS)
     seconds = _median_s(lambda: product(x, weight), context, communicator)
-    return 2.0 * tokens * columns * rows / seconds
+    return 2.0 * x.shape[0] * columns * weight.shape[0] / seconds
 
 
 def _read_bytes_s(order: ComputeOrder, context: WorkerContext, communicator: Communicator) -> float:
-    rows = _ROWS
-    while True:
-        try:
-            weight = torch.ones(rows, _COLUMNS, dtype=order.dtype, device=context.torch_device)
-            multiply = make_product(weight, None, packed=True)
-            break
-        except Exception as error:
-            if not is_out_of_memory(error) or rows <= _LEAST_ROWS:
-                raise
-            rows //= 2
+    def make(halvings: int) -> tuple[torch.Tensor, Product]:
+        weight = torch.ones(_ROWS >> halvings, _COLUMNS, dtype=order.dtype, device=context.torch_device)
+        return weight, make_product(weight, None, packed=True)
+
+    weight, multiply = _make_fitting(make, _MOST_HALVINGS_READ)
     x = torch.ones(1, _COLUMNS, dtype=order.dtype, device=context.torch_device)
     return weight.nbytes / _median_s(lambda: multiply(x), context, communicator)
+
+
+def _make_fitting(make: Callable[[int], _Made], most_halvings: int) -> _Made:
+    """Return what is made with as few halvings of its size as memory allows."""
+    for halvings in range(most_halvings):
+        try:
+            return make(halvings)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    return make(most_halvings)
 
 
 def _median_s(call: Callable[[], object], context: WorkerContext, communicator: Communicator) -> float:

@@ -28,7 +28,7 @@ def run(*arguments: str):
         (["run", "tiny-cpu", "stepz=1"], "nereus: Unknown key `stepz`; did you mean `steps`?"),
         (["run", "tiny-cpu", "steps=0"], "nereus: `steps` is 0: it must be greater than 0."),
         (["run", "tiny-cpu", "model.path=no/such"], "nereus: model folder 'no/such' does not exist"),
-        (["run", "tiny-cpu", "cluster.memory_per_device=64MiB"], "nereus: plan needs"),
+        (["run", "tiny-cpu", "cluster.memory_per_device=16MiB"], "nereus: plan needs"),
         (["run", "tiny-cpu", "plan=[[2, auto]]"], "nereus: plan: the schedule begins at step 2; its first entry must"),
         (
             ["run", "tiny-cpu", "plan=[[0, auto], [2, {actor.training: {}}]]"],

@@ -49,19 +49,19 @@ def later(training: str) -> str:
         ([plan("dp: 2, devices: [1, 9]")], ["asks for device 9, but there are 4 devices (0..3)"]),
         ([later("dp: 5")], ["plan from step 4 on, actor.training: asks for device 4, but there are 4 devices (0..3)"]),
         (
-            [plan(""), "cluster.memory_per_device=64MiB"],
-            ["plan needs ", " MiB on device 0 ", "but 90% of its 64.00 MiB are 57.60 MiB"],
+            [plan(""), "cluster.memory_per_device=16MiB"],
+            ["plan needs ", " MiB on device 0 ", "but 90% of its 16.00 MiB are 14.40 MiB"],
         ),
         (
-            [*LARGE, SHRINK, "cluster.memory_per_device=620MiB"],
-            ["plan from step 4 on needs 0.", " GiB on device 0 ", "but 90% of its 0.61 GiB are 0.54 GiB"],
+            [*LARGE, SHRINK, "cluster.memory_per_device=540MiB"],
+            ["plan from step 4 on needs 0.", " GiB on device 0 ", "but 90% of its 0.53 GiB are 0.47 GiB"],
         ),
         (
             [*LARGE, SWAP, "cluster.memory_per_device=300MiB", "transport=staged"],
-            ["plan from step 0 on needs 0.", " GiB on device 0 ", "but 90% of its 0.29 GiB are 0.26 GiB"],
+            ["plan from step 0 on needs 4", " MiB on device 0 ", "but 90% of its 300.00 MiB are 270.00 MiB"],
         ),
         (
-            [*LARGE, SWAP, "cluster.memory_per_device=620MiB", "transport=direct"],
+            [*LARGE, SWAP, "cluster.memory_per_device=540MiB", "transport=direct"],
             ["plan from step 4 on: transport: direct can't carry this transition: making ", " MiB on device 0, where ",
              " MiB of the ", "use transport: auto or staged"],
         ),

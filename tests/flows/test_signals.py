@@ -15,8 +15,8 @@ import pytest
 from flows.local import _is_news
 
 ROOT = Path(__file__).resolve().parents[2]
-# The start is a minute on a loaded machine; the end has this long.
-START_LIMIT_S = 90.0
+# The start, Prefect's new database included, is over a minute on a slow machine; the end has this long.
+START_LIMIT_S = 240.0
 END_LIMIT_S = 20.0
 
 
@@ -36,8 +36,11 @@ def run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     environment.pop("PREFECT_API_URL", None)
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     yield process
-    process.kill()
-    process.communicate()
+    if process.poll() is None:
+        started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for each in started:  # the server would go on, with this pipe in its hands
+            each.kill()
+        psutil.wait_procs(started, timeout=END_LIMIT_S)
 
 
 def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) -> None:
@@ -48,7 +51,7 @@ def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) ->
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(START_LIMIT_S + 3 * END_LIMIT_S)
 @pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_ends_the_run_and_all_its_processes(run: subprocess.Popen[str], sent: signal.Signals, tmp_path: Path):
     wait_for_steps(run, tmp_path / "amber" / "metrics.jsonl", 2)

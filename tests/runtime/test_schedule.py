@@ -95,17 +95,17 @@ def test_two_model_stages_change_places_directly_where_there_is_room() -> None:
 
 
 def test_where_there_is_none_they_go_through_storage_and_direct_is_refused_with_the_numbers() -> None:
-    prepare_large("620MiB", "auto")
-    prepare_large("620MiB", "staged")
+    prepare_large("540MiB", "auto")
+    prepare_large("540MiB", "staged")
     with pytest.raises(ValueError) as caught:
-        prepare_large("620MiB", "direct")
+        prepare_large("540MiB", "direct")
     message = str(caught.value)
     words = ("plan from step 4 on: transport: direct can't carry this transition", "device 0", "MiB", "transport: auto")
     assert all(word in message for word in words), message
 
 
 def test_an_entry_that_needs_more_memory_than_there_is_is_refused_with_its_step() -> None:
-    large = {"cluster": {"devices": 4, "memory_per_device": "620MiB"}, "model": LARGE}
+    large = {"cluster": {"devices": 4, "memory_per_device": "540MiB"}, "model": LARGE}
     entries = [[0, whole(actor={"tp": 4}, critic={"tp": 4})], [4, whole()]]
-    with pytest.raises(ValueError, match=r"^plan from step 4 on needs .* GiB on device 0 .* but 90% of its 0.61 GiB"):
+    with pytest.raises(ValueError, match=r"^plan from step 4 on needs .* GiB on device 0 .* but 90% of its 0.53 GiB"):
         prepare_job(build_config({**large, "plan": entries}))

@@ -2,6 +2,7 @@
 
 Plans are executed in many settings. The model learns from some of the settings, by the code that a running job learns
 with, and predicts the others: latency of a step, memory, and which plan is the fastest, which is then executed too.
+Memory is what the peak is likely to be, without the margin on top that plans are admitted by.
 Where another one was faster, both are executed again, in turns: the machine may have changed between the two.
 Steps in which the system kept a worker waiting for a core are run again (`cost_runs`); the records of all runs are
 written beside the table, and `--from` reads them instead of executing anything again.

@@ -152,8 +152,8 @@ def training_moments(
     sizes: RankSizes,
     *,
     live_tokens: int,
-    one_tokens: int,
-    one_rows: int,
+    tokens: int,
+    rows: int,
     sequence_tokens: int,
     recompute: bool,
     precision: str,
@@ -164,15 +164,14 @@ def training_moments(
 
     Args:
         live_tokens: tokens of all micro-batches whose forward pass is done and whose backward pass isn't.
-        one_tokens: tokens of one micro-batch.
-        one_rows: response tokens of one micro-batch.
+        tokens: tokens of one micro-batch.
+        rows: response tokens of one micro-batch.
         sequence_tokens: tokens of the longest sample.
     """
     hidden, size = sizes.spec.hidden, COMPUTE_BYTES[precision]
     layer = _layer_bytes(sizes, precision)
     a_token = sizes.layers * (hidden * size if recompute else layer) + _ends_bytes(sizes, precision)
     kept = live_tokens * (a_token + PACKED_TOKEN_BYTES)
-    tokens, rows = one_tokens, one_rows
     again = layer if recompute else 0
     backward = tokens * (again + _backward_bytes(sizes, precision)) + _sequence_bytes(sizes, sequence_tokens, precision)
     # An MLP's matrix is the largest of a layer; its gradient is made when two of the MLP's intermediates are gone.

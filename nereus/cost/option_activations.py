@@ -142,8 +142,8 @@ def training_bytes(
     ranks: Ranks,
     *,
     live_tokens: Bytes,
-    one_tokens: Bytes,
-    one_rows: Bytes,
+    tokens: Bytes,
+    rows: Bytes,
     sequence_tokens: int,
     recompute: NDArray[np.bool_],
     precision: str,
@@ -153,7 +153,6 @@ def training_bytes(
     layer = _layer_bytes(ranks, precision)
     a_token = ranks.layers * np.where(recompute, hidden * size, layer) + _ends_bytes(ranks, precision)
     kept = live_tokens * (a_token + PACKED_TOKEN_BYTES)
-    tokens, rows = one_tokens, one_rows
     again = np.where(recompute, layer, 0)
     backward = tokens * (again + _backward_bytes(ranks, precision)) + _sequence_bytes(ranks, sequence_tokens, precision)
     block = _gradient_bytes(2 * ranks.intermediate, hidden, tokens, precision)

@@ -284,8 +284,8 @@ def _training(work: _Work) -> dict[str, int]:
     moments = training_moments(
         sizes,
         live_tokens=workload.tokens_of(min((work.layout.pp - sizes.stage) * work.micro_batch, work.share)),
-        one_tokens=workload.tokens_of(one),
-        one_rows=workload.rows_of(one),
+        tokens=workload.tokens_of(one),
+        rows=workload.rows_of(one),
         sequence_tokens=workload.sequence_tokens,
         recompute=work.recompute,
         precision=work.precision,

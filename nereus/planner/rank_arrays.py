@@ -177,8 +177,8 @@ class MemoryFormulas:
         moments = training_bytes(
             ranks,
             live_tokens=work.tokens_of(np.minimum((ranks.pp - ranks.stage) * micro_batch, share)),
-            one_tokens=work.tokens_of(one),
-            one_rows=work.rows_of(one),
+            tokens=work.tokens_of(one),
+            rows=work.rows_of(one),
             sequence_tokens=work.sequence_tokens,
             recompute=recompute,
             precision=self.precision,

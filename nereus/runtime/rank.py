@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,22 +132,21 @@ class Rank:
         return responses if unit.links.rank == 0 else None
 
     def infer_logprobs(self, model_stage: str, work: InferenceWork, temperature: float) -> list[np.ndarray]:
-        unit = self.units[model_stage]
-        logprobs = infer_logprobs(unit.shard, unit.links, work, temperature)
-        unit.links.release_slots()
-        return logprobs
+        return self._infer(infer_logprobs, model_stage, work, temperature)
 
     def infer_values(self, model_stage: str, work: InferenceWork) -> list[np.ndarray]:
-        unit = self.units[model_stage]
-        values = infer_values(unit.shard, unit.links, work)
-        unit.links.release_slots()
-        return values
+        return self._infer(infer_values, model_stage, work)
 
     def infer_scores(self, model_stage: str, work: InferenceWork) -> list[np.ndarray]:
+        return self._infer(infer_scores, model_stage, work)
+
+    def _infer(
+        self, infer: Callable[..., list[np.ndarray]], model_stage: str, work: InferenceWork, *more: float
+    ) -> list[np.ndarray]:
         unit = self.units[model_stage]
-        scores = infer_scores(unit.shard, unit.links, work)
+        result = infer(unit.shard, unit.links, work, *more)
         unit.links.release_slots()
-        return scores
+        return result
 
     def train(self, model_stage: str, work: TrainingWork, learning_rate: LearningRate) -> TrainingStats:
         """Run all updates of a step of actor.training or critic.training."""

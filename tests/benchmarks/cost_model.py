@@ -2,10 +2,10 @@
 
 Plans are executed in many settings. The model learns from some of the settings, by the code that a running job learns
 with, and predicts the others: latency of a step, memory, and which plan is the fastest, which is then executed too.
-Memory is what the peak is likely to be, without the margin on top that plans are admitted by.
 Where another one was faster, both are executed again, in turns: the machine may have changed between the two.
 Steps in which the system kept a worker waiting for a core are run again (`cost_runs`); the records of all runs are
-written beside the table, and `--from` reads them instead of executing anything again.
+written beside the table, and `--from` reads them instead of executing anything again. Memory is what the peak is likely
+to be, without the margin on top that plans are admitted by.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from nereus.cluster import Link, NodeKind
 from nereus.config import load_config
 from nereus.controller.adaptation import Adaptation, Surroundings
 from nereus.controller.decision import Boundary, Candidate
+from nereus.controller.planning import CostPredictor
 from nereus.cost.load import StepLoad
-from nereus.cost.memory import USABLE_SHARE, estimate_memory
+from nereus.cost.memory import USABLE_SHARE
 from nereus.cost.step import estimate_step
 from nereus.plan import Plan
 from nereus.runtime.engine import Engine
@@ -206,11 +207,10 @@ class Model:
 
     def predict_bytes(self, run: Record, step: Record) -> dict[int, float]:
         """Return the peak of each device, corrected by the peaks that were measured in other settings."""
-        frame, load = self.frame(run), self._load(run, step)
-        workload = load.memory_workload(load.longest_tokens, accelerator=False, drawn=True)
-        peaks = estimate_memory(Plan.from_record(run["plan"]), frame.spec.specs, workload, frame.spec.precision)
-        ratio = self.adaptation.calibration.memory.ratio()
-        return {device: ratio * peak.total for device, peak in peaks.items()}
+        frame, ratio = self.frame(run), self.adaptation.calibration.memory.ratio()
+        predictor = CostPredictor(frame.spec, frame.cluster.kind.accelerator, frame.prompt_margin_tokens)
+        peaks = predictor.peaks(Plan.from_record(run["plan"]), self._load(run, step))
+        return {device: ratio * peak for device, peak in peaks.items()}
 
     def _load(self, run: Record, step: Record) -> StepLoad:
         """Return the load of a step whose lengths are known."""

@@ -18,7 +18,7 @@ from tests.chaos.runs import TREE, ChaosRun, uniform
 
 STEPS = 7
 DEVICES = 3
-# Memory of a device, and how many devices the job needs with it. With little of it layouts have to follow the devices.
+# Memory of a device, and how many devices are always there with it: two where one is hardly enough.
 MEMORIES = {"2GiB": 1, "64MiB": 2}
 MOST_DRIVERS = 8
 # Workers are more than cores, and each of them waits for its peers.

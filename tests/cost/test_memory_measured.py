@@ -40,8 +40,8 @@ def _predicted(spec: dict, precision: str, recompute: bool) -> dict[str, int]:
     moments = training_moments(
         rank_sizes(ModelSpec(**spec), Layout(), 0),
         live_tokens=sum(LENGTHS),
-        one_tokens=sum(LENGTHS),
-        one_rows=sum(LENGTHS) - len(LENGTHS) * PROMPT_TOKENS,
+        tokens=sum(LENGTHS),
+        rows=sum(LENGTHS) - len(LENGTHS) * PROMPT_TOKENS,
         sequence_tokens=max(LENGTHS),
         recompute=recompute,
         precision=precision,

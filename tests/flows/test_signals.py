@@ -1,5 +1,6 @@
 """A signal to a run with real workers: one sentence, exit code 1, and no process left behind."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -37,9 +38,10 @@ def run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     yield process
     if process.poll() is None:
-        started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        started = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for each in started:  # the server would go on, with this pipe in its hands
-            each.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         psutil.wait_procs(started, timeout=END_LIMIT_S)
 
 

@@ -22,8 +22,9 @@ STAGES = ("actor.generation", "actor.training", "reference.inference")
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("spec", [SMOLLM2, replace(SMOLLM2, head="value"), WIDE_HEADS, WINDOWED])
-def test_arrays_say_what_the_memory_model_says(spec: ModelSpec, precision, accelerator: bool):
-    work = Workload(64, 4, 100, 301, accelerator=accelerator)
+@pytest.mark.parametrize("mean", [None, 120])
+def test_arrays_say_what_the_memory_model_says(spec: ModelSpec, precision, accelerator: bool, mean: int | None):
+    work = Workload(64, 4, 100, 301, accelerator=accelerator, mean_response_tokens=mean, response_deviation=70)
     formulas = MemoryFormulas(work, precision)
     types = rank_types(spec, LAYOUTS)
     for name in STAGES:

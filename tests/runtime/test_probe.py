@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from nereus.cluster import Link
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.probe import measure_machine, measure_speeds
+from nereus.runtime.probe_compute import _make_fitting
 from nereus.runtime.probe_storage import _Turns, probe_storage
 from nereus.transition.speeds import Speeds
 from storage.shard_record import ShardRecord
@@ -63,6 +65,22 @@ def test_the_machine_at_hand_as_a_kind_of_node(tmp_path: Path, precision: str) -
     assert (kind.intra_node, kind.storage) == (speeds.near, speeds.write)
     assert 1e8 < kind.peak_flops[precision] < 1e14 and 1e8 < kind.memory_bandwidth_bytes_s < 1e13
     assert kind.peak_flops["bfloat16"] > kind.peak_flops["float32"] > kind.peak_flops["float64"]
+
+
+def test_what_does_not_fit_is_gone_before_something_smaller_is_made() -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def make(halvings: int) -> int:
+        assert not alive
+        part = torch.empty(8)
+        alive.add(part)
+        if halvings < 2:
+            raise MemoryError
+        return halvings
+
+    assert _make_fitting(make, 3) == 2
+    with pytest.raises(MemoryError):
+        _make_fitting(make, 1)
 
 
 def test_the_slowest_device_counts(tmp_path: Path) -> None:

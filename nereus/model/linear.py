@@ -21,6 +21,9 @@ from nereus.limits import GRADIENT_BLOCK_ELEMENTS as _BLOCK_ELEMENTS
 
 # Below this many multiplications a float32 product is done before oneDNN's set-up (13 us a call) has paid off.
 _LEAST_MULTIPLICATIONS = 1 << 23
+# oneDNN keeps a plan of half a MiB for each number of rows, which a product with a smaller weight than that has to use
+# several times to be any quicker.
+_LEAST_WEIGHT_ELEMENTS = 1 << 17
 # Float32 matrices with fewer elements stream from the cache, where packing them gains nothing.
 _LEAST_PACKED_ELEMENTS = 1 << 18
 _ZEN5_FAMILY = 26
@@ -72,16 +75,22 @@ def _onednn_pays_transposed() -> bool:
 
 def _is_large(x: Tensor, weight: Tensor) -> bool:
     is_float32 = x.dtype == torch.float32 and x.device.type == "cpu"
-    return is_float32 and x.shape[0] * weight.numel() >= _LEAST_MULTIPLICATIONS
+    num_elements = weight.numel()
+    is_worth_a_plan = num_elements >= _LEAST_WEIGHT_ELEMENTS and x.shape[0] * num_elements >= _LEAST_MULTIPLICATIONS
+    return is_float32 and is_worth_a_plan
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias without autograd; x [N, in], weight [out, in], each contiguous or transposed."""
     if _is_large(x, weight) and _onednn_pays():
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        return _onednn_product(x, weight, bias)
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not _processor().has_bfloat16:
         return _product_by_rows(x, weight, bias, max(1, _LIFTED_SUM_BYTES // (4 * weight.shape[0])))
     return F.linear(x, weight, bias)
+
+
+def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def _product_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None, step: int) -> Tensor:
@@ -125,7 +134,7 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _transposed_product(grad: Tensor, x: Tensor, with_onednn: bool) -> Tensor:
-    return product(grad.t(), x.t()) if with_onednn else torch.mm(grad.t(), x)
+    return _onednn_product(grad.t(), x.t()) if with_onednn else torch.mm(grad.t(), x)
 
 
 class _Linear(torch.autograd.Function):

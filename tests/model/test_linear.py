@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +57,29 @@ def test_plain_products_stand_in_where_onednn_does_not_pay(monkeypatch, pays):
     torch.testing.assert_close(grad, x.sum(0).expand_as(grad), atol=1e-3, rtol=1e-5)
 
 
+class _HeapInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
+    )
+
+
+def test_products_with_a_small_weight_leave_nothing_behind_for_each_number_of_rows(monkeypatch):
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        pytest.skip("the heap of this system tells no sizes")
+    mallinfo.restype = _HeapInfo
+    monkeypatch.setattr(module, "_onednn_pays", module._has_onednn)
+    weight = torch.randn(512, 128)
+    module.product(torch.randn(200, 128), weight)
+    before = mallinfo().uordblks
+    for rows in range(201, 241):
+        module.product(torch.randn(rows, 128), weight)
+    assert mallinfo().uordblks - before < 2 << 20  # half a MiB each where oneDNN does them
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_processors_without_bfloat16_do_its_products_by_rows(monkeypatch, with_bias):
     torch.manual_seed(0)
@@ -75,6 +100,7 @@ def test_processors_without_bfloat16_do_its_products_by_rows(monkeypatch, with_b
 def test_gradients_are_added_to_a_buffer_that_is_there(monkeypatch, block, onednn):
     monkeypatch.setattr(module, "_BLOCK_ELEMENTS", block)
     monkeypatch.setattr(module, "_LEAST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(module, "_LEAST_WEIGHT_ELEMENTS", 1)
     monkeypatch.setattr(module, "_onednn_pays_transposed", lambda: onednn and module._has_onednn())
     torch.manual_seed(0)
     x, weight = torch.randn(9, 48), torch.nn.Parameter(torch.randn(96, 48))

@@ -9,11 +9,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
-from nereus.model.linear import Product, make_product, product
+from nereus.model.linear import make_product, product
 from nereus.runtime.communicator import Communicator
 from nereus.runtime.worker import WorkerContext, is_out_of_memory
 
@@ -25,9 +24,6 @@ _COLUMNS, _ROWS = 1024, 16384
 # Where memory is short both are halved, so often at most.
 _MOST_HALVINGS, _MOST_HALVINGS_READ = 3, 6
 _REPEATS = 5
-
-
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,14 @@ class ComputeSpeeds:
 
     flops: float
     read_bytes_s: float
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is measured: a call, and how much of what is counted it does."""
+
+    amount: float
+    call: Callable[[], torch.Tensor]
 
 
 @torch.no_grad()
@@ -74,36 +78,44 @@ def _flops(order: ComputeOrder, context: WorkerContext, communicator: Communicat
     on_cuda = device.type == "cuda"
     tokens, columns, rows = (_TOKENS_CUDA, _INPUT_CUDA, _OUTPUT_CUDA) if on_cuda else (_TOKENS, _INPUT, _OUTPUT)
 
-    def make(halvings: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make(halvings: int) -> _Work:
         x = torch.ones(tokens >> halvings, columns, dtype=order.dtype, device=device)
         weight = torch.ones(rows >> halvings, columns, dtype=order.dtype, device=device)
-        product(x, weight)
-        return x, weight
+        return _Work(2.0 * x.shape[0] * weight.numel(), lambda: product(x, weight))
 
-    x, weight = _make_fitting(make, _MOST_HALVINGS)
-    seconds = _median_s(lambda: product(x, weight), context, communicator)
-    return 2.0 * x.shape[0] * columns * weight.shape[0] / seconds
+    return _rate(_make_fitting(make, _MOST_HALVINGS), context, communicator)
 
 
 def _read_bytes_s(order: ComputeOrder, context: WorkerContext, communicator: Communicator) -> float:
-    def make(halvings: int) -> tuple[torch.Tensor, Product]:
-        weight = torch.ones(_ROWS >> halvings, _COLUMNS, dtype=order.dtype, device=context.torch_device)
-        return weight, make_product(weight, None, packed=True)
-
-    weight, multiply = _make_fitting(make, _MOST_HALVINGS_READ)
     x = torch.ones(1, _COLUMNS, dtype=order.dtype, device=context.torch_device)
-    return weight.nbytes / _median_s(lambda: multiply(x), context, communicator)
+
+    def make(halvings: int) -> _Work:
+        weight = torch.ones(_ROWS >> halvings, _COLUMNS, dtype=order.dtype, device=context.torch_device)
+        multiply = make_product(weight, None, packed=True)
+        return _Work(weight.nbytes, lambda: multiply(x))
+
+    return _rate(_make_fitting(make, _MOST_HALVINGS_READ), context, communicator)
 
 
-def _make_fitting(make: Callable[[int], _Made], most_halvings: int) -> _Made:
-    """Return what is made with as few halvings of its size as memory allows."""
+def _make_fitting(make: Callable[[int], _Work], most_halvings: int) -> _Work:
+    """Return the work that `make` makes with as few halvings of its size as memory allows."""
     for halvings in range(most_halvings):
         try:
-            return make(halvings)
+            return _tried(make(halvings))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-    return make(most_halvings)
+    return _tried(make(most_halvings))
+
+
+def _tried(work: _Work) -> _Work:
+    """Return work for which there is memory, also where what is free now has a hole in its midst by the next call."""
+    _ = work.call(), work.call()  # two results at the same time
+    return work
+
+
+def _rate(work: _Work, context: WorkerContext, communicator: Communicator) -> float:
+    return work.amount / _median_s(work.call, context, communicator)
 
 
 def _median_s(call: Callable[[], object], context: WorkerContext, communicator: Communicator) -> float:

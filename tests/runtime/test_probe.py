@@ -1,5 +1,6 @@
 """The probe leaves nothing behind, sees what is slow, and ends though storage hangs."""
 
+import itertools
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 from nereus.cluster import Link
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.probe import measure_machine, measure_speeds
-from nereus.runtime.probe_compute import _make_fitting
+from nereus.runtime.probe_compute import _make_fitting, _Work
 from nereus.runtime.probe_storage import _Turns, probe_storage
 from nereus.transition.speeds import Speeds
 from storage.shard_record import ShardRecord
@@ -67,18 +68,25 @@ def test_the_machine_at_hand_as_a_kind_of_node(tmp_path: Path, precision: str) -
     assert kind.peak_flops["bfloat16"] > kind.peak_flops["float32"] > kind.peak_flops["float64"]
 
 
-def test_what_does_not_fit_is_gone_before_something_smaller_is_made() -> None:
+@pytest.mark.parametrize("lacking", ["the operand", "a second result"])
+def test_what_does_not_fit_is_gone_before_something_smaller_is_made(lacking: str) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
-    def make(halvings: int) -> int:
+    def make(halvings: int) -> _Work:
         assert not alive
-        part = torch.empty(8)
-        alive.add(part)
-        if halvings < 2:
-            raise MemoryError
-        return halvings
+        operand, calls = torch.empty(8), itertools.count(1)
+        alive.add(operand)
 
-    assert _make_fitting(make, 3) == 2
+        def call() -> torch.Tensor:
+            if next(calls) == 2 and halvings < 2 and lacking == "a second result":
+                raise MemoryError
+            return operand + 1
+
+        if halvings < 2 and lacking == "the operand":
+            raise MemoryError
+        return _Work(halvings, call)
+
+    assert _make_fitting(make, 3).amount == 2
     with pytest.raises(MemoryError):
         _make_fitting(make, 1)
 

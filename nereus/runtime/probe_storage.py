@@ -168,9 +168,12 @@ def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
     for call in calls:
         threading.Thread(target=run, args=(call,), daemon=True).start()
     results = [done.get() for _ in calls]
-    for _, error in results:
-        if error is not None:
+    error = next((error for _, error in results if error is not None), None)
+    if error is not None:
+        try:
             raise error
+        finally:
+            del results, error  # else they hold each other, and what was being written or read, for a while
     return [cast(T, result) for result, _ in results]
 
 

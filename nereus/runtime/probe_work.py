@@ -237,11 +237,11 @@ def _wait(transfers: Iterable[Pending]) -> None:
 
 
 def _room(torch_device: torch.device) -> int:
-    """Return with how many tensors all can be measured: there is room for them, for copies, and for messages."""
+    """Return with how many tensors all can be measured: for them, for copies, for messages and buffers there is room."""
     count = _NUM_TENSORS
     while count > 1:
         try:
-            torch.empty((3 * count, *_SHAPE), device=torch_device)
+            torch.empty((4 * count, *_SHAPE), device=torch_device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

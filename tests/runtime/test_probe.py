@@ -1,5 +1,6 @@
 """The probe leaves nothing behind, sees what is slow, and ends though storage hangs."""
 
+import gc
 import itertools
 import os
 import threading
@@ -89,6 +90,22 @@ def test_what_does_not_fit_is_gone_before_something_smaller_is_made(lacking: str
     assert _make_fitting(make, 3).amount == 2
     with pytest.raises(MemoryError):
         _make_fitting(make, 1)
+
+
+def test_storage_that_fails_holds_no_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(ShardWriter, "add", fail)
+    tensors = [torch.ones(64) for _ in range(4)]
+    held = weakref.WeakSet(tensors)
+    gc.disable()
+    try:
+        probe_storage(os.fspath(tmp_path / "probe"), tensors, limit_s=10.0)
+        tensors.clear()
+        assert not held
+    finally:
+        gc.enable()
 
 
 def test_the_slowest_device_counts(tmp_path: Path) -> None:

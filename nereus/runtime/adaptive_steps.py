@@ -89,8 +89,6 @@ class AdaptiveSteps(ElasticSteps):
                 self._engine.release(supply.present)
                 remove_leftovers(self._opened.staging_root)
                 self._engine.start(self.plan.devices)
-            else:
-                self._run("memory", "take_peak_memory", {device: {} for device in self.plan.devices}, None)
         else:
             self._check_devices(supply)
 

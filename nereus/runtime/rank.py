@@ -260,15 +260,17 @@ class Rank:
             if v.slice in owned
         ]
 
-    def take_peak_memory(self) -> int:
-        """Return the peak bytes since the last call, above the worker's baseline, and start anew."""
-        peak = self.context.peak_memory_bytes()
+    def begin_memory(self) -> int:
+        """Begin to measure what a step needs; return what of the worker's cap is mapped before it."""
         self.context.reset_peak_memory()
-        return peak
-
-    def read_mapped_memory(self) -> int:
-        """Return how much of the worker's cap is mapped; see `WorkerContext.mapped_bytes`."""
         return self.context.mapped_bytes()
+
+    def read_memory(self) -> tuple[int, int]:
+        """Return the peak bytes since `begin_memory`, above the worker's baseline, and what of its cap is mapped now.
+
+        See `WorkerContext.peak_memory_bytes` and `WorkerContext.mapped_bytes`.
+        """
+        return self.context.peak_memory_bytes(), self.context.mapped_bytes()
 
 
 def _parameters(unit: Unit | None) -> SliceStore | None:

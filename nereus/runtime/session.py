@@ -17,11 +17,12 @@ from nereus.controller.decision import StepOutcome
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
 from nereus.runtime.adaptive_steps import NoDevices
-from nereus.runtime.engine import Engine
+from nereus.runtime.engine import Engine, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.measure import collect_metrics, measure_step
 from nereus.runtime.opening import OpenRun, open_run
 from nereus.runtime.redone_steps import STEP_FAILURES, RedoneSteps
+from nereus.runtime.rollouts import Rollouts
 from nereus.runtime.timing import StepClock
 from nereus.runtime.worker import HEAP_ALLOWANCE
 from nereus.tracking import Trackers, open_trackers
@@ -44,6 +45,7 @@ class Session(RedoneSteps):
         self.run_id = run.run_id
         self.run_dir = run.run_dir.url
         self.outcome: StepOutcome | None = None  # what was measured of the last step
+        self._mapped_before: dict[int, int] = {}  # of each worker's cap, as the step began
         self._trackers: Trackers | None = None
         self._close_lock = threading.Lock()
 
@@ -128,9 +130,25 @@ class Session(RedoneSteps):
 
     # The ends of a step and of the run
 
+    def begin_step(self, rollouts: Rollouts | None = None) -> None:
+        super().begin_step(rollouts)
+        # What building, moving or a broken attempt has needed is none of this step's.
+        orders: dict[int, dict[str, Any]] = {device: {} for device in self.plan.devices}
+        where: dict[str, Any] = {"label": "actor.generation", "step": self.next_step}
+        self._mapped_before = run_command(self._engine, "begin_memory", orders, **where)
+
+    def _judged_bytes(self, device: int, peak: int, mapped: int) -> int:
+        """Return what a device's memory is judged by.
+
+        The cap of a worker on the CPU counts what its heap has mapped, so that is it, where the step has mapped more
+        than was before; what is mapped beyond the holes of a heap is none of the plan's.
+        """
+        return max(peak, min(mapped, int(HEAP_ALLOWANCE * peak))) if mapped > self._mapped_before[device] else peak
+
     def finish_step(self, step: int) -> dict[str, Any]:
         """Write the step's line of metrics.jsonl and return it."""
-        peaks = self._run("memory", "take_peak_memory", {device: {} for device in self.plan.devices}, step)
+        memory = self._run("memory", "read_memory", {device: {} for device in self.plan.devices}, step)
+        peaks = {device: peak for device, (peak, _) in memory.items()}
         work_s = self._clock.work_s()
         metrics = collect_metrics(
             step=step,
@@ -143,9 +161,6 @@ class Session(RedoneSteps):
             clock=self._clock,
             peaks=peaks,
         )
-        # The cap of a worker on the CPU counts what its heap has mapped, so that is what its memory is judged by; what
-        # is mapped beyond the holes of a heap is none of the plan's.
-        mapped = self._run("memory", "read_mapped_memory", {device: {} for device in self.plan.devices}, step)
         self.outcome = measure_step(
             step=step,
             seconds=work_s,
@@ -153,7 +168,7 @@ class Session(RedoneSteps):
             rollouts=self.rollouts,
             plan=self.plan,
             max_response_tokens=self.config.rollout.max_response_tokens,
-            peaks={d: max(peak, min(mapped[d], int(HEAP_ALLOWANCE * peak))) for d, peak in peaks.items()},
+            peaks={device: self._judged_bytes(device, *measured) for device, measured in memory.items()},
         )
         self._learn(self.outcome, metrics)
         self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more

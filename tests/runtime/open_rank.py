@@ -1,4 +1,4 @@
-"""A worker whose optimizer can be looked into."""
+"""A worker whose optimizer can be looked into, and that uses memory when told to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from nereus.layout import owned_slices
 from nereus.runtime.rank import Rank
@@ -13,7 +14,13 @@ from nereus.staged_state import PREFIXES
 
 
 class OpenRank(Rank):
-    """The real worker, with one more command."""
+    """The real worker, with two more commands."""
+
+    def use_memory(self, num_bytes: int) -> None:
+        """Fill some memory and free it, but for its end: the heap stays as large."""
+        used = [torch.ones(2**18) for _ in range(-(-num_bytes // 2**20))]
+        self._kept = torch.ones(2**12)
+        del used
 
     def read_state(
         self, model_stage: str, prefixes: Sequence[str] = PREFIXES

@@ -47,7 +47,7 @@ def test_a_task_is_as_slow_as_its_slowest_device_and_waits_as_its_busiest_one():
         "actor.training", "train", {0: CommandTimes(4.0, {"dp_sync": 1.5}), 1: CommandTimes(4.25, {"dp_sync": 0.5})}
     )
     times.note("actor.generation", "sync_weights", {0: CommandTimes(0.5, {"weight_sync": 0.25})})
-    times.note("memory", "take_peak_memory", {0: CommandTimes(9.0)})
+    times.note("memory", "read_memory", {0: CommandTimes(9.0)})
     assert times.tasks_s() == {"actor.training/inference": 2.0, "actor.training/training": 4.25, "weight_sync": 0.5}
     assert times.classes_s() == {"actor.training/training": {"dp_sync": 0.5}, "weight_sync": {"weight_sync": 0.25}}
 

@@ -16,7 +16,7 @@ import torch
 
 from nereus.config import build_config
 from nereus.data import PromptTokens
-from nereus.runtime.engine import CommandError, Engine
+from nereus.runtime.engine import CommandError, Engine, run_command
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.ppo_steps import retokenize
 from nereus.runtime.session import Session
@@ -62,6 +62,21 @@ def test_a_run_leaves_metrics_and_a_checkpoint_that_transformers_loads(tmp_path:
     assert sum(p.numel() for p in model.parameters()) > 1000
     assert AutoTokenizer.from_pretrained(summary["final"]).eos_token_id is not None
     assert pids and not any(is_alive(pid) for pid in pids.values())
+
+
+def test_what_was_needed_before_a_step_is_none_of_its_memory(tmp_path: Path) -> None:
+    """Neither its peak nor what the heap has mapped by then: a smaller plan after a larger one is judged by itself."""
+    before = 256 * 2**20
+    with LocalEngine("tests.runtime.open_rank:OpenRank", memory_per_device_bytes=1 << 30) as engine:
+        engine.start([0, 1])
+        with open_session(tmp_path, engine) as session:
+            kwargs = {device: {"num_bytes": before} for device in (0, 1)}
+            run_command(engine, "use_memory", kwargs, label="memory", step=None)
+            peaks = run_step(session, 0)["peak_memory_bytes"]
+            assert session.outcome is not None
+            judged = session.outcome.peak_bytes
+    assert max(peaks.values()) < before / 2
+    assert {str(device): judged[device] for device in judged} == peaks
 
 
 def is_alive(pid: int) -> bool:

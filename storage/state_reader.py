@@ -148,7 +148,8 @@ class StateReader:
         Args:
             may_hang: leave reads under way to themselves, as of a store that hangs; they may still touch tensors.
         """
-        self._failure = self._failure or DamagedState("the reader was closed.")
+        with self._lock:  # an error goes for good: its frames hold this reader, and so all that was to be filled
+            self._failure = DamagedState("the reader was closed.")
         self._pool.shutdown(wait=not may_hang, cancel_futures=False)  # what hasn't begun ends at once
 
     def __enter__(self) -> Self:

@@ -21,8 +21,8 @@ from nereus.limits import GRADIENT_BLOCK_ELEMENTS as _BLOCK_ELEMENTS
 
 # Below this many multiplications a float32 product is done before oneDNN's set-up (13 us a call) has paid off.
 _LEAST_MULTIPLICATIONS = 1 << 23
-# oneDNN keeps a plan of half a MiB for each number of rows, which a product with a smaller weight than that has to use
-# several times to be any quicker.
+# oneDNN makes and keeps a kernel of half a MiB for each number of rows. A weight smaller than that (in float32) has to
+# meet the same number of rows several times until it has paid off.
 _LEAST_WEIGHT_ELEMENTS = 1 << 17
 # Float32 matrices with fewer elements stream from the cache, where packing them gains nothing.
 _LEAST_PACKED_ELEMENTS = 1 << 18
@@ -76,8 +76,8 @@ def _onednn_pays_transposed() -> bool:
 def _is_large(x: Tensor, weight: Tensor) -> bool:
     is_float32 = x.dtype == torch.float32 and x.device.type == "cpu"
     num_elements = weight.numel()
-    is_worth_a_plan = num_elements >= _LEAST_WEIGHT_ELEMENTS and x.shape[0] * num_elements >= _LEAST_MULTIPLICATIONS
-    return is_float32 and is_worth_a_plan
+    pays_a_kernel = num_elements >= _LEAST_WEIGHT_ELEMENTS and x.shape[0] * num_elements >= _LEAST_MULTIPLICATIONS
+    return is_float32 and pays_a_kernel
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -45,7 +45,7 @@ class ComputeSpeeds:
 
 @dataclass(frozen=True)
 class _Work:
-    """What is measured: a call, and how much of what is counted it does."""
+    """A call that is measured, and its amount: FLOP, or bytes that it reads."""
 
     amount: float
     call: Callable[[], torch.Tensor]
@@ -109,8 +109,8 @@ def _make_fitting(make: Callable[[int], _Work], most_halvings: int) -> _Work:
 
 
 def _tried(work: _Work) -> _Work:
-    """Return work for which there is memory, also where what is free now has a hole in its midst by the next call."""
-    _ = work.call(), work.call()  # two results at the same time
+    """Return the work, if memory holds two of its results: by the next call what is free may be in two parts."""
+    _ = work.call(), work.call()
     return work
 
 

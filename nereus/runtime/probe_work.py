@@ -237,7 +237,7 @@ def _wait(transfers: Iterable[Pending]) -> None:
 
 
 def _room(torch_device: torch.device) -> int:
-    """Return with how many tensors all can be measured: for them, copies, messages and buffers there is room."""
+    """Return how many tensors can be measured with: with copies, messages and buffers they need four times the room."""
     count = _NUM_TENSORS
     while count > 1:
         try:

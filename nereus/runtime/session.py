@@ -17,7 +17,7 @@ from nereus.controller.decision import StepOutcome
 from nereus.model.export import abandon_export, begin_export, finish_export
 from nereus.rewards import RewardPool
 from nereus.runtime.adaptive_steps import NoDevices
-from nereus.runtime.engine import Engine, run_command
+from nereus.runtime.engine import Engine
 from nereus.runtime.local import LocalEngine
 from nereus.runtime.measure import collect_metrics, measure_step
 from nereus.runtime.opening import OpenRun, open_run
@@ -45,7 +45,7 @@ class Session(RedoneSteps):
         self.run_id = run.run_id
         self.run_dir = run.run_dir.url
         self.outcome: StepOutcome | None = None  # what was measured of the last step
-        self._mapped_before: dict[int, int] = {}  # of each worker's cap, as the step began
+        self._mapped_before: dict[int, int] = {}  # bytes of each worker's cap, as the step began
         self._trackers: Trackers | None = None
         self._close_lock = threading.Lock()
 
@@ -133,17 +133,18 @@ class Session(RedoneSteps):
     def begin_step(self, rollouts: Rollouts | None = None) -> None:
         super().begin_step(rollouts)
         # What building, moving or a broken attempt has needed is none of this step's.
-        orders: dict[int, dict[str, Any]] = {device: {} for device in self.plan.devices}
-        where: dict[str, Any] = {"label": "actor.generation", "step": self.next_step}
-        self._mapped_before = run_command(self._engine, "begin_memory", orders, **where)
+        devices: dict[int, dict[str, Any]] = {device: {} for device in self.plan.devices}
+        # A worker that was lost since the last step is told of as lost in the first stage of this one.
+        self._mapped_before = self._run("actor.generation", "begin_memory", devices, self.next_step)
 
     def _judged_bytes(self, device: int, peak: int, mapped: int) -> int:
-        """Return what a device's memory is judged by.
+        """Return what a device's memory is judged by: its peak, and what the step has mapped beyond that.
 
-        The cap of a worker on the CPU counts what its heap has mapped, so that is it, where the step has mapped more
-        than was before; what is mapped beyond the holes of a heap is none of the plan's.
+        The cap of a worker on the CPU counts all that its heap has mapped. What was mapped before is none of the
+        step's, and what goes beyond the holes of a heap is none of the plan's.
         """
-        return max(peak, min(mapped, int(HEAP_ALLOWANCE * peak))) if mapped > self._mapped_before[device] else peak
+        added = mapped - self._mapped_before[device]
+        return max(peak, min(mapped, peak + added, int(HEAP_ALLOWANCE * peak)))
 
     def finish_step(self, step: int) -> dict[str, Any]:
         """Write the step's line of metrics.jsonl and return it."""

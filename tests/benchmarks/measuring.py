@@ -3,7 +3,7 @@
 Run `python -m tests.benchmarks.measuring [--steps N] [--quick] [--json FILE]`. The recipes run as they are, under
 control; the driver does nothing else while it measures, so all of its seconds count:
 
-    memory   two commands to all workers: peak memory, which is set back, and mapped memory
+    memory   two commands to all workers: one begins to measure the peak, one reads it and what is mapped
     learn    lengths, seconds by task and class of operations, their predictions, calibration, alarms
     predict  for the report: what the step would have taken on its plan and on the first one
     decide   devices, triggers, and the planner where one calls for it
@@ -75,7 +75,9 @@ def measure(recipe: str, *, steps: int) -> dict[str, Any]:
             Session.open(config, run_id="measuring") as session,
         ):
             run_command, run = session._run, account.timed("memory", session._run)
-            session._run = lambda label, *rest: (run if label == "memory" else run_command)(label, *rest)  # type: ignore[method-assign]
+            session._run = lambda label, method, *rest: (  # type: ignore[method-assign]
+                run if method in ("begin_memory", "read_memory") else run_command
+            )(label, method, *rest)
             session._learn = account.timed("learn", session._learn)  # type: ignore[method-assign]
             session._predict = account.timed("predict", session._predict)  # type: ignore[method-assign]
             session.decide = account.timed("decide", session.decide)  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from nereus.runtime.probe import measure_machine, measure_speeds
 from nereus.runtime.probe_compute import _make_fitting, _Work
 from nereus.runtime.probe_storage import _Turns, probe_storage
 from nereus.transition.speeds import Speeds
+from storage.shard_reader import ShardReader
 from storage.shard_record import ShardRecord
 from storage.shard_writer import ShardWriter
 from storage.state_reader import StateReader
@@ -92,11 +93,14 @@ def test_what_does_not_fit_is_gone_before_something_smaller_is_made(lacking: str
         _make_fitting(make, 1)
 
 
-def test_storage_that_fails_holds_no_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("failing", "method"), [(ShardWriter, "add"), (ShardReader, "read")])
+def test_storage_that_fails_holds_no_tensors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: type, method: str
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(ShardWriter, "add", fail)
+    monkeypatch.setattr(failing, method, fail)
     tensors = [torch.ones(64) for _ in range(4)]
     held = weakref.WeakSet(tensors)
     gc.disable()

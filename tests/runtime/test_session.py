@@ -75,8 +75,11 @@ def test_what_was_needed_before_a_step_is_none_of_its_memory(tmp_path: Path) -> 
             peaks = run_step(session, 0)["peak_memory_bytes"]
             assert session.outcome is not None
             judged = session.outcome.peak_bytes
-    assert max(peaks.values()) < before / 2
-    assert {str(device): judged[device] for device in judged} == peaks
+            read = run_command(engine, "read_memory", {0: {}, 1: {}}, label="memory", step=None)
+    assert max(peaks.values()) < before / 4
+    for device, (_, mapped) in read.items():
+        assert mapped > before / 2
+        assert peaks[str(device)] <= judged[device] < 1.1 * peaks[str(device)]
 
 
 def is_alive(pid: int) -> bool:

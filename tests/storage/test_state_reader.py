@@ -1,6 +1,8 @@
 """A reader fills tensors with what it wants of a set: only those bytes, all of them, each of them verified."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -208,6 +210,24 @@ def test_a_damaged_shard_stops_the_others(tmp_path):
         for _ in range(2):
             with pytest.raises(DamagedState, match="missing"):
                 reader.finish()
+
+
+def test_a_reader_that_failed_goes_at_once_and_its_tensors_with_it(tmp_path):
+    _, manifest = write_small_set(str(tmp_path))
+    (tmp_path / manifest.shards[0].file).unlink()
+    gc.disable()  # nothing waits for the collector: it may be long in coming
+    try:
+        with (
+            pytest.raises(DamagedState, match="missing"),
+            StateReader(tmp_path, GROUP, [(whole("rows", (12, 10)), torch.zeros(12, 10))]) as reader,
+        ):
+            held = weakref.ref(reader)
+            reader.feed(manifest.shards[0])
+            reader.finish()
+        del reader
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_closed_reader_touches_nothing_any_more(tmp_path, monkeypatch):

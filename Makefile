@@ -29,8 +29,8 @@ demo: setup  ## run a small PPO job that loses a device and gets it back, and pl
 test: setup  ## run the tests (about 10 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
-long: setup  ## whole jobs that are killed, moved and resumed: the other half of the tests (20 minutes; CI runs them too)
-	$(BIN)/python -m pytest -m long
+long: setup  ## whole jobs that are killed, moved and resumed: the other half of the tests (9 minutes; CI runs them too)
+	$(BIN)/python -m pytest -m "long and not slow"
 
 check: setup  ## ruff, format, types and the fast tests
 	$(BIN)/ruff check .
@@ -52,7 +52,7 @@ bench-cost: setup smollm2  ## plans predicted and executed: latency, memory, the
 bench-adapt: setup  ## whole runs under each policy while responses grow and devices go (20 minutes, idle machine)
 	$(BIN)/python -m tests.benchmarks.adapt
 
-slow: setup  ## the tests that take minutes: learning, and SmolLM2 where `make smollm2` has fetched it
+slow: setup  ## the tests that take minutes: learning, more of the long ones, SmolLM2 where `make smollm2` has fetched it
 	$(BIN)/python -m pytest -m slow
 
 sweep: setup  ## layout invariance over 200 mixed plans (long)

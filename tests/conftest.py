@@ -1,6 +1,7 @@
 """Fixtures that all rooms share."""
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,14 @@ os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 
 SEED = 20260101
+# Seconds after which no further test begins; what is left is told as skipped.
+TESTS_S = float(os.environ.get("NEREUS_TESTS_S", "inf"))
+_begun = time.monotonic()
+
+
+def pytest_runtest_setup() -> None:
+    if time.monotonic() - _begun > TESTS_S:
+        pytest.skip("this machine is slow: the time for tests was spent before (NEREUS_TESTS_S)")
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ SCHEDULES = {
 EVERY = {"direct": 1, "staged": 4}
 PHASES = ("before", "after")
 PAIRS = list(zip(TRANSITION_MOMENTS[::2], TRANSITION_MOMENTS[1::2], strict=True))
-# Two of each graph: early, and when the record is written.
+# One of each graph: early, and when the plan is put in force.
 SHORT = {
-    "direct": [Doom("primitive", "after", "driver", count=3), Doom("putting in force", "before", "driver")],
-    "staged": [Doom("primitive", "after", "driver", count=2), Doom("transition record", "after", "driver")],
+    "direct": [Doom("putting in force", "before", "driver")],
+    "staged": [Doom("primitive", "after", "driver", count=2)],
 }
 
 

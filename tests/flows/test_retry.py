@@ -71,6 +71,7 @@ def test_a_killed_flow_run_is_retried_from_its_last_commit(site: PrefectSite, tm
     assert_same(read_outcome(config), run_undisturbed(small_run(tmp_path / "undisturbed")), bitwise=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_command_is_resumed_on_another_number_of_devices(site: PrefectSite, tmp_path: Path):
     run_dir = tmp_path / "amber"

@@ -54,7 +54,7 @@ def wait_for_steps(process: subprocess.Popen[str], metrics: Path, count: int) ->
 
 
 @pytest.mark.timeout(START_LIMIT_S + 3 * END_LIMIT_S)
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_run_and_all_its_processes(run: subprocess.Popen[str], sent: signal.Signals, tmp_path: Path):
     wait_for_steps(run, tmp_path / "amber" / "metrics.jsonl", 2)
     children = psutil.Process(run.pid).children(recursive=True)

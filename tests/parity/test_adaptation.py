@@ -122,11 +122,12 @@ def test_devices_go_and_come_back(fixed: Adapted, tmp_path: Path) -> None:
     assert (moved["verdict"], moved["reason"]) == (urgent["verdict"], urgent["reason"])
 
 
-SOME = ("train_critic",)
+# One in the default suite, a few in the long one, and all in the slow one.
+MARKS = {"train_critic": (), **dict.fromkeys(("generate", "train_actor", "finish_step", "finish"), pytest.mark.long)}
 
 
 @pytest.mark.parametrize(
-    "method", [m if m in SOME else pytest.param(m, marks=pytest.mark.long) for m in (*METHODS, "finish")]
+    "method", [pytest.param(m, marks=MARKS.get(m, pytest.mark.slow)) for m in (*METHODS, "finish")]
 )
 def test_a_worker_that_dies_in_mid_step(method: str, fixed: Adapted, tmp_path: Path) -> None:
     """Before any update the step begins anew from live copies, or else from the last commit; nothing is lost.

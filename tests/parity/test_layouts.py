@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ def test_base_trains(base: dict[str, Run]) -> None:
         assert all(np.array_equal(trained[name], synced[name]) for name in trained)
 
 
-# The default suite takes one of each kind; the rest is long.
+# The default suite takes one of each kind; the rest is long, and slow where a reward model tries it once more.
 QUICK_LAYOUTS = ((1, 1, 3), (1, 3, 1), (2, 1, 2))
 QUICK_MIXED_PLANS = 4
 
@@ -83,10 +85,13 @@ def long_unless(quick: bool, *values: Any, id: str) -> Any:
     return pytest.param(*values, id=id, marks=() if quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize("reward", ["function", "model"])
-@pytest.mark.parametrize(
-    "layout", [long_unless(d in QUICK_LAYOUTS, d, id="x".join(map(str, d))) for d in uniform_layouts()]
-)
+def uniform_cases() -> Iterator[Any]:
+    for layout, reward in itertools.product(uniform_layouts(), ("function", "model")):
+        marks = () if layout in QUICK_LAYOUTS else pytest.mark.long if reward == "function" else pytest.mark.slow
+        yield pytest.param(layout, reward, id=f"{'x'.join(map(str, layout))}-{reward}", marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "reward"), uniform_cases())
 def test_uniform_layouts(
     workers: Engine, tmp_path: Path, base: dict[str, Run], reward_model: Path, layout: tuple[int, int, int], reward: str
 ) -> None:

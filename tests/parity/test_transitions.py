@@ -134,7 +134,9 @@ def assert_all_moved(run_dir: str, plan: list[list[Any]]) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("transport", ["direct", pytest.param("staged", marks=pytest.mark.long)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=[pytest.mark.long, pytest.mark.slow])]
+)
 def test_changes_of_the_plan_change_nothing_else(tmp_path: Path, fixed: Trained, seed: int, transport: str) -> None:
     run_dir = os.fspath(tmp_path / "run")
     plan = random_schedule(seed, STAGES, [0, *CHANGES])
@@ -148,7 +150,7 @@ def test_changes_of_the_plan_change_nothing_else(tmp_path: Path, fixed: Trained,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_cheaper_transport_of_each_transfer(
     tmp_path: Path, fixed: Trained, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

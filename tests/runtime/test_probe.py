@@ -56,7 +56,8 @@ def test_speeds_of_two_workers_and_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "precision", ["float32", *(pytest.param(each, marks=pytest.mark.long) for each in ("bfloat16", "float64"))]
+    "precision",
+    ["float32", pytest.param("bfloat16", marks=pytest.mark.long), pytest.param("float64", marks=pytest.mark.slow)],
 )
 def test_the_machine_at_hand_as_a_kind_of_node(tmp_path: Path, precision: str) -> None:
     with LocalEngine("nereus.runtime.rank:Rank") as engine:

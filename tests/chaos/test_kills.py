@@ -69,8 +69,8 @@ def finish(run: ChaosRun, base: Outcome, rng: random.Random) -> str:
 # A commit is through for sure when the step after the next one begins: from there on there is something to restore.
 LOCAL_DOOMS = (
     Doom("generation", "middle", "worker", count=3, nth=3),
+    Doom("journal record", "middle", "driver", count=3),
     Doom("restore", "middle", "both"),
-    Doom("retention", "middle", "driver", count=2),
 )
 S3_DOOMS = (
     Doom("training", "middle", "both", count=3),

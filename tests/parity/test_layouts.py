@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +84,12 @@ def long_unless(quick: bool, *values: Any, id: str) -> Any:
     return pytest.param(*values, id=id, marks=() if quick else pytest.mark.long)
 
 
-def uniform_cases() -> Iterator[Any]:
+def uniform_cases() -> list[Any]:
+    cases = []
     for layout, reward in itertools.product(uniform_layouts(), ("function", "model")):
         marks = () if layout in QUICK_LAYOUTS else pytest.mark.long if reward == "function" else pytest.mark.slow
-        yield pytest.param(layout, reward, id=f"{'x'.join(map(str, layout))}-{reward}", marks=marks)
+        cases.append(pytest.param(layout, reward, id=f"{'x'.join(map(str, layout))}-{reward}", marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("layout", "reward"), uniform_cases())

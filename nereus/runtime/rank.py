@@ -266,11 +266,12 @@ class Rank:
         return self.context.mapped_bytes()
 
     def read_memory(self) -> tuple[int, int]:
-        """Return the peak bytes since `begin_memory`, above the worker's baseline, and what of its cap is mapped now.
+        """Return the peak bytes since the measurement began, and what of its cap is mapped; begin to measure anew.
 
-        See `WorkerContext.peak_memory_bytes` and `WorkerContext.mapped_bytes`.
+        See `WorkerContext.peak_memory_bytes`, which is above the worker's baseline, and `WorkerContext.mapped_bytes`.
         """
-        return self.context.peak_memory_bytes(), self.context.mapped_bytes()
+        peak = self.context.peak_memory_bytes()
+        return peak, self.begin_memory()
 
 
 def _parameters(unit: Unit | None) -> SliceStore | None:

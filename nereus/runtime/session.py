@@ -24,6 +24,7 @@ from nereus.runtime.opening import OpenRun, open_run
 from nereus.runtime.redone_steps import STEP_FAILURES, RedoneSteps
 from nereus.runtime.rollouts import Rollouts
 from nereus.runtime.timing import StepClock
+from nereus.runtime.transition import Transition
 from nereus.runtime.worker import HEAP_ALLOWANCE
 from nereus.tracking import Trackers, open_trackers
 
@@ -46,6 +47,8 @@ class Session(RedoneSteps):
         self.run_dir = run.run_dir.url
         self.outcome: StepOutcome | None = None  # what was measured of the last step
         self._mapped_before: dict[int, int] = {}  # bytes of each worker's cap, as the step began
+        # The engine's generation whose workers measure memory since the last step's end, if nothing has used any since.
+        self._measuring: int | None = None
         self._trackers: Trackers | None = None
         self._close_lock = threading.Lock()
 
@@ -128,10 +131,17 @@ class Session(RedoneSteps):
         self._sync(None)
         self._clock = StepClock()
 
+    def begin_transition(self, step: int) -> Transition:
+        self._measuring = None
+        return super().begin_transition(step)
+
     # The ends of a step and of the run
 
     def begin_step(self, rollouts: Rollouts | None = None) -> None:
         super().begin_step(rollouts)
+        measuring, self._measuring = self._measuring, None
+        if measuring == self._engine.generation and self._mapped_before.keys() == set(self.plan.devices):
+            return
         # What building, moving or a broken attempt has needed is none of this step's.
         devices: dict[int, dict[str, Any]] = {device: {} for device in self.plan.devices}
         # A worker that was lost since the last step is told of as lost in the first stage of this one.
@@ -150,6 +160,9 @@ class Session(RedoneSteps):
         """Write the step's line of metrics.jsonl and return it."""
         memory = self._run("memory", "read_memory", {device: {} for device in self.plan.devices}, step)
         peaks = {device: peak for device, (peak, _) in memory.items()}
+        judged = {device: self._judged_bytes(device, *measured) for device, measured in memory.items()}
+        self._mapped_before = {device: mapped for device, (_, mapped) in memory.items()}
+        self._measuring = self._engine.generation
         work_s = self._clock.work_s()
         metrics = collect_metrics(
             step=step,
@@ -169,7 +182,7 @@ class Session(RedoneSteps):
             rollouts=self.rollouts,
             plan=self.plan,
             max_response_tokens=self.config.rollout.max_response_tokens,
-            peaks={device: self._judged_bytes(device, *measured) for device, measured in memory.items()},
+            peaks=judged,
         )
         self._learn(self.outcome, metrics)
         self._records.append_metrics(metrics, self._opened.owner.check)  # one that was taken for dead writes no more

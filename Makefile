@@ -29,7 +29,7 @@ demo: setup  ## run a small PPO job that loses a device and gets it back, and pl
 test: setup  ## run the tests (about 10 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
-long: setup  ## whole jobs that are killed, moved and resumed: the other half of the tests (9 minutes; CI runs them too)
+long: setup  ## whole jobs that are killed, moved and resumed: the other half of the tests (11 minutes; CI runs them too)
 	$(BIN)/python -m pytest -m "long and not slow"
 
 check: setup  ## ruff, format, types and the fast tests

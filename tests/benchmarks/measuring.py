@@ -3,7 +3,7 @@
 Run `python -m tests.benchmarks.measuring [--steps N] [--quick] [--json FILE]`. The recipes run as they are, under
 control; the driver does nothing else while it measures, so all of its seconds count:
 
-    memory   two commands to all workers: one begins to measure the peak, one reads it and what is mapped
+    memory   a command to all workers: reads the peak and what is mapped, and begins anew; after a move one more
     learn    lengths, seconds by task and class of operations, their predictions, calibration, alarms
     predict  for the report: what the step would have taken on its plan and on the first one
     decide   devices, triggers, and the planner where one calls for it

@@ -134,9 +134,7 @@ def assert_all_moved(run_dir: str, plan: list[list[Any]]) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("transport", ["direct", pytest.param("staged", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=[pytest.mark.long, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.slow)])
 def test_changes_of_the_plan_change_nothing_else(tmp_path: Path, fixed: Trained, seed: int, transport: str) -> None:
     run_dir = os.fspath(tmp_path / "run")
     plan = random_schedule(seed, STAGES, [0, *CHANGES])
